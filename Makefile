@@ -65,7 +65,7 @@ check: .venv/installed ## lint, types, and the direction of imports
 	ruff check .
 	mypy
 	lint-imports
-	python -m flows.reference --check
+	python -m ratchet.flows.reference --check
 
 bench: .venv/installed ## the figures of docs/benchmarks.md
 	OMP_NUM_THREADS=1 python benchmarks/iteration.py
@@ -90,7 +90,7 @@ gpu-train: .venv/vllm ## a small GRPO run with vLLM on the same GPU, killed and 
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) python benchmarks/gpu_train.py
 
 docs: .venv/installed ## what is generated: configuration, algorithms, metrics
-	python -m flows.reference
+	python -m ratchet.flows.reference
 
 clean:
 	rm -rf .venv runs data models

@@ -29,8 +29,8 @@ WARM = 2
 
 def measure(mode: str, folder: Path, iterations: int) -> None:
     """Print the wall-clock seconds of each iteration, and the sum of its stages' seconds."""
-    from flows.train import train
-    from infra.progress import Event, IterationClosed, listening
+    from ratchet.flows.train import train
+    from ratchet.infra.progress import Event, IterationClosed, listening
     from tests import tiny
 
     tiny.model_folder(folder / "model", hidden=256, intermediate=688, layers=4, heads=8, key_value_heads=8)

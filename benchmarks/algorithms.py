@@ -23,13 +23,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from flows.evaluate import evaluate
-from flows.train import train
-from flows.views import evaluation_config
-from infra.execution.claims import run_url
-from infra.runs import open_run
-from rlhf.config import RunConfig, load_config
-from rlhf.errors import UserError
+from ratchet.flows.commands.tables import evaluation_config
+from ratchet.flows.evaluate import evaluate
+from ratchet.flows.train import train
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.run import open_run
+from ratchet.rlhf.config import RunConfig, load_config
+from ratchet.rlhf.errors import UserError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -39,8 +39,8 @@ os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 import numpy as np
 
 from benchmarks import parts
-from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling
-from rlhf.environments import Observation
+from ratchet.rlhf.environments import Observation
+from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling
 
 TRAJECTORIES, PER_SHARD, PROMPT = 128, 64, 32
 FEWEST, MOST, TURN = 4, 12, 8

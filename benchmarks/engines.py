@@ -88,15 +88,15 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
     import numpy as np
     import torch
 
-    from rlhf.algorithms import PPOClip
-    from rlhf.algorithms.objectives import ActorObjective
-    from rlhf.batch import TrajectoryBatch
-    from rlhf.config import ActorConfig, LoRAConfig
-    from rlhf.engines import ranks, token_outputs
-    from rlhf.engines.base import OptimizerPlan
-    from rlhf.engines.build import train_engine
-    from rlhf.engines.optimizers import AdamW
-    from rlhf.models import lora
+    from ratchet.rlhf.algorithms import PPOClip
+    from ratchet.rlhf.algorithms.objectives import ActorObjective
+    from ratchet.rlhf.algorithms.optimizers import AdamW
+    from ratchet.rlhf.batch import TrajectoryBatch
+    from ratchet.rlhf.config import ActorConfig, LoRAConfig
+    from ratchet.rlhf.distributed import ranks
+    from ratchet.rlhf.models import lora, token_outputs
+    from ratchet.rlhf.train.build import train_engine
+    from ratchet.rlhf.train.engine import OptimizerPlan
 
     os.environ["LOCAL_RANK"] = str(rank)
     on_gpu = torch.cuda.is_available()
@@ -200,13 +200,13 @@ def measured_options(size: str, kernels: str, checkpointing: str, packing: str, 
     import numpy as np
     import torch
 
-    from rlhf.algorithms import PPOClip
-    from rlhf.algorithms.objectives import ActorObjective
-    from rlhf.batch import TrajectoryBatch
-    from rlhf.config import ActorConfig
-    from rlhf.engines.base import OptimizerPlan
-    from rlhf.engines.build import train_engine
-    from rlhf.engines.optimizers import AdamW
+    from ratchet.rlhf.algorithms import PPOClip
+    from ratchet.rlhf.algorithms.objectives import ActorObjective
+    from ratchet.rlhf.algorithms.optimizers import AdamW
+    from ratchet.rlhf.batch import TrajectoryBatch
+    from ratchet.rlhf.config import ActorConfig
+    from ratchet.rlhf.train.build import train_engine
+    from ratchet.rlhf.train.engine import OptimizerPlan
 
     on_gpu = gpus() > 0
     vocabulary = 32768 if on_gpu else 512
@@ -292,10 +292,10 @@ def measured(case: Case, count: int, size: str, repeats: int) -> tuple[float, fl
 
 def ray_call(repeats: int = 200) -> float:
     """Milliseconds per call to a worker group with one worker; the call does nothing."""
-    from infra.store.records import Weights
-    from infra.workers.ray_group import RayGroup
-    from infra.workers.worker import Worker
-    from rlhf.config import parse_config
+    from ratchet.infra.store.records import Weights
+    from ratchet.infra.workers.ray_group import RayGroup
+    from ratchet.infra.workers.worker import Worker
+    from ratchet.rlhf.config import parse_config
 
     tree = {"model": {"path": "nowhere"}, "data": {"train": ["nowhere"]}, "pools": {"pool": {}}}
     group = RayGroup(parse_config(tree, "benchmark"), "memory://benchmark", "pool", threads=1, identity="")

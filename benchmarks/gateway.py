@@ -30,16 +30,16 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks import parts
-from infra.store.run_store import RunStore
-from infra.workers.call_log import CallLog
-from rlhf.agents.conversations import Completion
-from rlhf.agents.gateway import Gateway
-from rlhf.agents.programs import AgentCalls
-from rlhf.engines import event_loop
-from rlhf.engines.base import Request, Sampling
-from rlhf.engines.generation import Generator, Rules
-from rlhf.engines.vllm_rollout import VLLMRollout
-from rlhf.environments.dialogues import Beginning, Dialogue
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.call_log import CallLog
+from ratchet.rlhf import event_loop
+from ratchet.rlhf.agents.agent_loop import Generator, Rules
+from ratchet.rlhf.agents.conversations import Completion
+from ratchet.rlhf.agents.gateway import Gateway
+from ratchet.rlhf.agents.programs import AgentCalls
+from ratchet.rlhf.environments.dialogues import Beginning, Dialogue
+from ratchet.rlhf.rollout.engine import Request, Sampling
+from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 
 AT_ONCE, PROMPT, SHORTEST, LONGEST = 64, 32, 16, 96
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from rlhf.batch import TrajectoryBatch
-    from rlhf.engines.torch_engine import TorchEngine
-    from rlhf.engines.weight_transfer import DeviceMemory, Packed, SharedMemory
+    from ratchet.rlhf.batch import TrajectoryBatch
+    from ratchet.rlhf.train.torch_engine import TorchEngine
+    from ratchet.rlhf.weights.buckets import DeviceMemory, Packed, SharedMemory
 
 ROOT = Path(__file__).parents[1]
 REQUIRED = ("torch", "transformers", "numpy", "pyarrow", "pydantic", "safetensors", "jaxtyping", "psutil")
@@ -199,7 +199,7 @@ def engine(size: str, device: Device) -> TorchEngine:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rlhf.engines.torch_engine import TorchEngine
+    from ratchet.rlhf.train.torch_engine import TorchEngine
 
     torch.manual_seed(0)
     with torch.device(device):
@@ -212,7 +212,7 @@ def trajectories(device: Device) -> TrajectoryBatch:
     """Random trajectories, each prompt twice."""
     import numpy as np
 
-    from rlhf.batch import TrajectoryBatch
+    from ratchet.rlhf.batch import TrajectoryBatch
 
     rng = np.random.default_rng(0)
     prompts, prompt, response = (4, 256, 768) if device == "cuda" else (2, 8, 12)
@@ -230,10 +230,10 @@ def trajectories(device: Device) -> TrajectoryBatch:
 
 def update(trained: TorchEngine, batch: TrajectoryBatch) -> None:
     """Take one optimizer step."""
-    from rlhf.algorithms import PPOClip
-    from rlhf.algorithms.objectives import ActorObjective
-    from rlhf.engines.base import OptimizerPlan
-    from rlhf.engines.optimizers import AdamW
+    from ratchet.rlhf.algorithms import PPOClip
+    from ratchet.rlhf.algorithms.objectives import ActorObjective
+    from ratchet.rlhf.algorithms.optimizers import AdamW
+    from ratchet.rlhf.train.engine import OptimizerPlan
 
     plan = OptimizerPlan(
         lr=1e-5,
@@ -333,8 +333,8 @@ def step_digest(device: Device) -> None:
     """The digest is that of the CPU, however a tensor is cut; a flipped bit changes it; and how fast it is."""
     import torch
 
-    from rlhf.engines import state_digest
-    from rlhf.engines.parts import Part
+    from ratchet.rlhf.weights import state_digest
+    from ratchet.rlhf.weights.tensor_shards import Part
 
     rows, columns = (4096, 1024) if device == "cuda" else (64, 32)
     on_cpu = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
@@ -371,7 +371,7 @@ def step_sync(device: Device) -> None:
     """Send weights to another process on the same device, as to vLLM: which bytes, how fast, and are they right."""
     import torch
 
-    from rlhf.engines.weight_transfer import DeviceMemory, SharedMemory, send
+    from ratchet.rlhf.weights.buckets import DeviceMemory, SharedMemory, send
 
     weights, left_out = _weights(device)
     size = sum(2 * tensor.numel() for _, tensor in weights)
@@ -452,7 +452,7 @@ def _receiver(pipe: Connection, device: Device) -> None:
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    from rlhf.engines.weight_transfer import Packed, mapped
+    from ratchet.rlhf.weights.buckets import Packed, mapped
 
     model: dict[str, torch.Tensor] = {}
     torch.zeros(1, device=device)
@@ -477,7 +477,7 @@ def _receiver(pipe: Connection, device: Device) -> None:
 
 def step_twice(device: Device) -> None:
     """Whether an update from the same weights gives the same bits, in deterministic mode."""
-    from rlhf.engines import determinism
+    from ratchet.rlhf.distributed import determinism
 
     determinism.enforce()
     digests, seconds = [], []

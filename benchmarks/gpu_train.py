@@ -33,9 +33,9 @@ import psutil
 import yaml
 
 from benchmarks import parts
-from infra.runs import Run, open_run
-from rlhf.config import RunConfig, parse_config
-from rlhf.metrics import timer
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.rlhf.config import RunConfig, parse_config
+from ratchet.rlhf.metrics import timer
 
 ROOT = Path(__file__).parents[1]
 KILLED_IN = 2
@@ -173,7 +173,7 @@ class Training:
 
 def _is_vllm(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return "rlhf.engines.vllm_child" in process.cmdline()
+        return "ratchet.rlhf.rollout.vllm_process" in process.cmdline()
     return False
 
 
@@ -240,8 +240,8 @@ def spans_of(*trainings: Training) -> dict[int, tuple[float, float]]:
 
 def drive(path: str, turns: str) -> None:
     """Run `ratchet train`, and write when each turn ended and its seconds, a line each."""
-    from rlhf.engines.torch_engine import TorchEngine
-    from rlhf.engines.vllm_rollout import VLLMRollout
+    from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
+    from ratchet.rlhf.train.torch_engine import TorchEngine
 
     file = Path(turns).open("a", buffering=1)  # noqa: SIM115  (until the process ends)
     for engine in (TorchEngine, VLLMRollout):
@@ -254,7 +254,7 @@ def drive(path: str, turns: str) -> None:
             file.write(json.dumps([ended, ended - began]) + "\n")
 
         engine.place = place  # type: ignore[method-assign]
-    from flows.cli import main as ratchet
+    from ratchet.flows.commands.app import main as ratchet
 
     sys.argv = ["ratchet", "train", path]
     ratchet()

@@ -33,13 +33,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flows.train import train
-from infra.progress import Event, IterationClosed, listening
-from infra.store.log import RunLog
-from infra.store.object_store import LocalBackend
-from infra.store.run_store import RunStore
-from infra.workers.worker import Worker
-from rlhf.config import RunConfig, parse_config
+from ratchet.flows.train import train
+from ratchet.infra.progress import Event, IterationClosed, listening
+from ratchet.infra.store.log import RunLog
+from ratchet.infra.store.object_store import LocalBackend
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.config import RunConfig, parse_config
 from tests import tiny
 
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 32, 64

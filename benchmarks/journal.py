@@ -35,13 +35,13 @@ import pyarrow as pa
 
 from benchmarks import parts
 from benchmarks.rollout import serving
-from infra.runs import Run, open_run
-from infra.store.object_store import ObjectStore
-from infra.store.run_store import RunStore
-from infra.workers.worker import JOURNAL
-from rlhf.config import RunConfig
-from rlhf.engines.base import Chunk, Request
-from rlhf.environments.dialogues import Dialogue
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.worker import JOURNAL
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf.rollout.engine import Chunk, Request
 
 PROMPTS, SAMPLES, PROMPT, LENGTH, PROMPTS_PER_SHARD = 64, 4, 32, 512, 16
 SOONEST_S, LATEST_S = 1.0, 6.0

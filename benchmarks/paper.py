@@ -34,14 +34,14 @@ from benchmarks.costs import (
     Model,
     slowed,
 )
-from infra.execution.snapshots import is_affordable
-from rlhf.config.sections import CheckpointConfig, RolloutConfig, TrainerConfig, VLLMConfig
-from rlhf.engines.micro_batches import by_prompt, deal, in_rounds
-from rlhf.engines.model_engine import KEYS_PER_TOKEN
-from rlhf.engines.optimizers import AdamW
-from rlhf.engines.state_digest import MIX
-from rlhf.engines.token_outputs import LOGITS_BYTES
-from tasks.rows import ROWS_PER_RANK
+from ratchet.infra.execution.snapshots import is_affordable
+from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.config.sections import CheckpointConfig, RolloutConfig, TrainerConfig, VLLMConfig
+from ratchet.rlhf.models.token_outputs import LOGITS_BYTES
+from ratchet.rlhf.train.micro_batches import by_prompt, deal, in_rounds
+from ratchet.rlhf.train.model_engine import KEYS_PER_TOKEN
+from ratchet.rlhf.weights.state_digest import MIX
+from ratchet.tasks.shard_runner import ROWS_PER_RANK
 
 SIZES = (("0.5B", 1), ("7B", 8), ("32B", 32), ("70B", 64))
 """Models and GPUs of the tables."""

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from infra.execution.driver import Driver, driving
-from infra.execution.executors import StageHandle
-from infra.store.manifest import Manifest
-from infra.workers.worker import Worker
-from rlhf.config import RunConfig, parse_config
-from tasks.generate import GENERATE
-from tasks.pipeline import dependencies
-from tasks.restore import ensure_weights
-from tasks.rows import run_rows
-from tasks.stage import RowsStage
+from ratchet.infra.execution.driver import Driver, driving
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.store.manifest import Manifest
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.config import RunConfig, parse_config
+from ratchet.tasks.pipeline import dependencies
+from ratchet.tasks.restore import ensure_weights
+from ratchet.tasks.shard_runner import run_rows
+from ratchet.tasks.stage import RowsStage
+from ratchet.tasks.stages.generate import GENERATE
 
 SIZES = {
     "5M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "heads": 8},
@@ -120,8 +120,8 @@ def synced(driver: Driver) -> float:
 
 def vllm_options(config: RunConfig) -> dict[str, Any]:
     """The options with which Ratchet starts vLLM."""
-    from rlhf.engines.build import vllm_rollout
-    from rlhf.models import load_tokenizer
+    from ratchet.rlhf.models import load_tokenizer
+    from ratchet.rlhf.rollout.build import vllm_rollout
 
     engine = vllm_rollout(config, load_tokenizer(config.model))
     engine.close()

@@ -24,15 +24,15 @@ import numpy as np
 import torch
 
 from benchmarks.parts import SIZES, VOCABULARY, model_folder, on_gpu
-from rlhf.algorithms import PPOClip
-from rlhf.algorithms.objectives import ActorObjective
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import ActorConfig, ModelConfig
-from rlhf.engines.base import OptimizerPlan
-from rlhf.engines.build import train_engine
-from rlhf.engines.model_engine import ModelEngine
-from rlhf.engines.optimizers import AdamW
-from rlhf.models import load_actor
+from ratchet.rlhf.algorithms import PPOClip
+from ratchet.rlhf.algorithms.objectives import ActorObjective
+from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import ActorConfig, ModelConfig
+from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.train.build import train_engine
+from ratchet.rlhf.train.engine import OptimizerPlan
+from ratchet.rlhf.train.model_engine import ModelEngine
 
 PROMPTS, SHORTEST, LONGEST, BUDGET = 4, 32, 224, 16384
 OBJECTIVE = ActorObjective(PPOClip(), None, "k3", 0.0, on_policy=False)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.data.prompts import PromptDataset
 
 KINDS = ("prompts.parquet", "prompts.jsonl")
 TEXT = "x" * 500

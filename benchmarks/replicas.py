@@ -44,14 +44,14 @@ import numpy as np
 import psutil
 
 from benchmarks import parts
-from infra.execution.driver import Driver
-from infra.execution.replicas import Feed, Replicas
-from infra.store.records import Weights
-from infra.workers.calls import Context, ShardStart
-from infra.workers.rollouts import Generated
-from infra.workers.worker import WAIT_S, Worker
-from tasks.generate import GENERATE, GenerateConfig, begin
-from tasks.restore import ensure_weights
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.replicas import Feed, Replicas
+from ratchet.infra.store.records import Weights
+from ratchet.infra.workers.calls import Context, ShardStart
+from ratchet.infra.workers.rollouts import Generated
+from ratchet.infra.workers.worker import WAIT_S, Worker
+from ratchet.tasks.restore import ensure_weights
+from ratchet.tasks.stages.generate import GENERATE, GenerateConfig, begin
 
 SAMPLES, PROMPT, PROMPTS_PER_SHARD = 4, 32, 16
 SHORTEST, LONGEST = 16, 112
@@ -76,7 +76,7 @@ STAGE = replace(GENERATE, begin=begin_limited)
 
 def engine_process(worker: Worker) -> int:
     """The id of a worker's vLLM."""
-    [child] = [child for child in psutil.Process().children() if "rlhf.engines.vllm_child" in child.cmdline()]
+    [child] = [child for child in psutil.Process().children() if "ratchet.rlhf.rollout.vllm_process" in child.cmdline()]
     return child.pid
 
 

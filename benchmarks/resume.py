@@ -25,18 +25,18 @@ os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 
 from rich.console import Console
 
-from flows import views
-from flows.train import drive
-from infra.execution.claims import claim
-from infra.progress import Event, IterationClosed, listening
-from infra.runs import open_run
-from infra.store import object_store
-from infra.store.object_store import LocalBackend, ObjectStore
-from infra.store.run_store import RunStore
-from rlhf.config import RunConfig
-from tasks.explain import explain
-from tasks.pipeline import STAGES
-from tasks.plan import fork_run
+from ratchet.flows.commands import tables
+from ratchet.flows.train import drive
+from ratchet.infra.execution.claims import claim
+from ratchet.infra.progress import Event, IterationClosed, listening
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store import object_store
+from ratchet.infra.store.object_store import LocalBackend, ObjectStore
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.config import RunConfig
+from ratchet.tasks.analysis.explain import explain
+from ratchet.tasks.analysis.plan import fork_run
+from ratchet.tasks.pipeline import STAGES
 from tests import tiny
 
 SHORT = 10
@@ -101,9 +101,9 @@ def commands(config: RunConfig) -> dict[str, Callable[[], object]]:
     child = config.with_values({"run.name": f"fork-of-{config.run.name}", "actor.lr": 0.5})
     last = config.train.iterations - 1
     return {
-        "status --last 10": lambda: views.status(NOWHERE, open_run(url(config)), 10),
-        "show": lambda: views.show(NOWHERE, open_run(url(config)), None, None, None, 20, "table"),
-        "plan": lambda: views.plan(NOWHERE, open_run(url(config)), changed, last, config.run.name),
+        "status --last 10": lambda: tables.status(NOWHERE, open_run(url(config)), 10),
+        "show": lambda: tables.show(NOWHERE, open_run(url(config)), None, None, None, 20, "table"),
+        "plan": lambda: tables.plan(NOWHERE, open_run(url(config)), changed, last, config.run.name),
         "explain": lambda: explain(open_run(url(config)), last),
         "fork": lambda: fork_run(open_run(url(config)), child, last, "advantages"),
     }

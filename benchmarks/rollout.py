@@ -51,11 +51,11 @@ import httpx
 import numpy as np
 
 from benchmarks import parts
-from infra.workers.calls import Context, ShardStart
-from rlhf import child_processes
-from rlhf.engines.server_rollout import AT_ONCE
-from tasks.generate import GENERATE, GenerateConfig, begin
-from tasks.stage import RowsStage
+from ratchet.infra.workers.calls import Context, ShardStart
+from ratchet.rlhf import child_processes
+from ratchet.rlhf.rollout.server_engine import AT_ONCE
+from ratchet.tasks.stage import RowsStage
+from ratchet.tasks.stages.generate import GENERATE, GenerateConfig, begin
 
 PROMPTS, SAMPLES, PROMPT, PROMPTS_PER_SHARD = 128, 4, 32, 16
 MEAN, LONGEST = 128, 1024
@@ -253,7 +253,7 @@ def measure_seeds(root: Path, options: argparse.Namespace) -> None:
 def measure_host(root: Path, options: argparse.Namespace) -> None:
     """Print what a step costs beside the model."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    from rlhf.engines.vllm_child import FLUSH_S, Engine
+    from ratchet.rlhf.rollout.vllm_process import FLUSH_S, Engine
 
     config = parts.run_config(root, "vllm", options.prompts, {"max_prompt_tokens": PROMPT}, ROLLOUT_OF_SEEDS)
     engine = Engine(parts.vllm_options(config))

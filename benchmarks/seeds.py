@@ -22,12 +22,12 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from flows.train import train
-from infra.comparison import compare, verdict_of
-from infra.execution.claims import run_url
-from infra.runs import open_run
-from rlhf.config import RunConfig
-from rlhf.data import countdown
+from ratchet.flows.train import train
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.comparison import compare, verdict_of
+from ratchet.infra.runs.run import open_run
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.data import countdown
 from tests import tiny
 
 

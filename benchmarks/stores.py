@@ -16,7 +16,7 @@ from pathlib import Path
 
 import s3fs
 
-from infra.store.run_store import RunStore
+from ratchet.infra.store.run_store import RunStore
 from tests.bare_run import claimed, write
 from tests.ceph import ceph_server, missing
 from tests.s3_server import moto_server, s3_at

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from rlhf.config import ModelConfig
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.engines.vllm_rollout import HOST_MEMORY
-from rlhf.engines.weight_files import write_weights
-from rlhf.engines.weight_transfer import Packed, SharedMemory, send
-from rlhf.models import load_actor
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.rollout.vllm_engine import HOST_MEMORY
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from ratchet.rlhf.weights.buckets import Packed, SharedMemory, send
+from ratchet.rlhf.weights.weight_files import write_weights
 from tests import tiny
 
 
@@ -64,7 +64,7 @@ def started(folder: Path, dtype: str) -> Any:
         enforce_eager=True,
         gpu_memory_utilization=0.1,
         weight_transfer_config={"backend": HOST_MEMORY},
-        worker_extension_cls="rlhf.engines.vllm_weights.Extension",
+        worker_extension_cls="ratchet.rlhf.rollout.vllm_weights.Extension",
     )
 
 
@@ -72,7 +72,7 @@ def compare_experts(folder: Path, rounds: int) -> None:
     """Print what a tensor in the model's files costs the processor, with and without stacks of experts."""
     llm = started(folder, "float32")
     engine = TorchEngine(load_actor(ModelConfig(path=str(folder), dtype="float32")), "policy")
-    from rlhf.engines import vllm_weights
+    from ratchet.rlhf.rollout import vllm_weights
 
     take, count = vllm_weights.Experts.take, sum(1 for _ in engine.weights())
     ways: dict[str, Any] = {"matrix by matrix": lambda *tensor: False, "stacked": take}

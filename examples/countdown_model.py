@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from rlhf.data import countdown
-from rlhf.models import save
+from ratchet.rlhf.data import countdown
+from ratchet.rlhf.models import save
 
 DIGITS_AND_OPERATORS = r"\d|(?<! )[-+*/()=](?! )|(?<=[\d(+*/-])[-+*/()=]|[-+*/()=](?=[\d(])"
 CHAT_TEMPLATE = (

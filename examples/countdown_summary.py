@@ -10,9 +10,9 @@ import matplotlib
 from rich.console import Console
 from rich.table import Table
 
-from flows.views import mean_and_interval
-from infra.execution.claims import run_url
-from infra.runs import Run, open_run
+from ratchet.flows.commands.tables import mean_and_interval
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.run import Run, open_run
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -1,3 +1,3 @@
 """Prefect flows, which order the stages and compute nothing, and the command line that starts them."""
 
-from tasks import prefect_defaults as prefect_defaults
+from ratchet.tasks import prefect_defaults as prefect_defaults

@@ -22,16 +22,16 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.flows import Flow, flow
 from prefect.types.entrypoint import EntrypointType
 
-from flows.evaluate import evaluate
-from flows.iteration import iteration
-from flows.prefect_pages import show_report
-from flows.rescore import rescore
-from flows.train import train
-from infra.execution.claims import run_url
-from infra.runs import open_run
-from infra.vacuum import vacuum as delete_unreached
-from rlhf.config import RunConfig
-from tasks.prefect_defaults import DEFAULTS
+from ratchet.flows.evaluate import evaluate
+from ratchet.flows.iteration import iteration
+from ratchet.flows.prefect_pages import show_report
+from ratchet.flows.rescore import rescore
+from ratchet.flows.train import train
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.runs.vacuum import vacuum as delete_unreached
+from ratchet.rlhf.config import RunConfig
+from ratchet.tasks.prefect_defaults import DEFAULTS
 
 TAG = "ratchet"
 HEARTBEAT_S = 30

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import pandas as pd
 from prefect import flow
 
-from flows.overrides import Override
-from infra.execution.driver import check_prompts, say_attention
-from infra.progress import StageProgress, report
-from infra.store.object_store import ObjectStore
-from infra.store.records import Weights
-from infra.store.run_store import RunStore
-from infra.workers.calls import Call, RowsCall
-from infra.workers.worker import Worker
-from rlhf.config import RunConfig
-from rlhf.errors import UserError
-from rlhf.rewards import check_rewards
-from tasks.recording import noted, recorded_task
-from tasks.validate import VALIDATE
+from ratchet.flows.overrides import Override
+from ratchet.infra.execution.driver import check_prompts, say_attention
+from ratchet.infra.progress import StageProgress, report
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.calls import Call, RowsCall
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rewards import check_rewards
+from ratchet.tasks.recording import noted, recorded_task
+from ratchet.tasks.stages.validate import VALIDATE
 
 
 @flow(name="evaluate", flow_run_name="evaluate {config.model.path}", persist_result=False)

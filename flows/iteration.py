@@ -2,21 +2,21 @@
 
 from prefect import flow
 
-from flows.prefect_pages import show_iteration, shown, untagged
-from infra.execution.driver import Driver, driving, with_iterations
-from infra.execution.executors import StageHandle
-from rlhf.config import RunConfig
-from rlhf.errors import NotFinite
-from tasks.ahead import finish_ahead, generations
-from tasks.changes import check_open_iteration
-from tasks.finalize import finalize
-from tasks.generate import GENERATE
-from tasks.pipeline import dependencies, stages_of
-from tasks.recording import noted
-from tasks.reuse_rollouts import reuse_rollouts
-from tasks.runner import check_not_given_up, finish, skip_update, skip_what_is_left, start
-from tasks.stage import AnyUpdateStage, UpdateStage
-from tasks.validate import VALIDATE
+from ratchet.flows.prefect_pages import show_iteration, shown, untagged
+from ratchet.infra.execution.driver import Driver, driving, with_iterations
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import NotFinite
+from ratchet.tasks.ahead import finish_ahead, generations
+from ratchet.tasks.close import finalize
+from ratchet.tasks.fingerprints import check_open_iteration
+from ratchet.tasks.pipeline import dependencies, stages_of
+from ratchet.tasks.recording import noted
+from ratchet.tasks.reuse_rollouts import reuse_rollouts
+from ratchet.tasks.runner import check_not_given_up, finish, skip_update, skip_what_is_left, start
+from ratchet.tasks.stage import AnyUpdateStage, UpdateStage
+from ratchet.tasks.stages.generate import GENERATE
+from ratchet.tasks.stages.validate import VALIDATE
 
 
 @flow(name="iteration", flow_run_name="{config.run.name} · it {k}", persist_result=False, validate_parameters=False)

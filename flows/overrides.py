@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import WithJsonSchema
 
-from rlhf.config import RunConfig, keys
-from rlhf.config.older import NEEDLESS, RENAMED
+from ratchet.rlhf.config import RunConfig, keys
+from ratchet.rlhf.config.older import NEEDLESS, RENAMED
 
 FORM = "KEY=VALUE, with a KEY that `ratchet train --help` lists"
 

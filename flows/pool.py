@@ -23,10 +23,10 @@ from prefect.states import AwaitingRetry
 from prefect.utilities.urls import url_for
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_fixed
 
-from flows.deploy import TAG, deploy_train
-from infra.store.log import Fenced
-from rlhf.config import RunConfig
-from rlhf.errors import RatchetError, UserError
+from ratchet.flows.deploy import TAG, deploy_train
+from ratchet.infra.store.log import Fenced
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import RatchetError, UserError
 
 POLL_S = 1.0
 UNANSWERED_S = 5.0

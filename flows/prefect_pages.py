@@ -22,15 +22,15 @@ from prefect.context import FlowRunContext, TagsContext, TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.settings import PREFECT_API_URL
 
-from flows import report, temporary_server
-from flows.metrics import PAGES, line, shown_in
-from infra.execution.driver import Driver
-from infra.progress import Event, IterationClosed, Note, ReplayProgress, StageProgress, StepProgress, listening
-from infra.runs import Run, open_run
-from infra.store.object_store import ObjectStore, StoreUnavailable
-from infra.store.run_store import REPORT
-from tasks.pipeline import in_order
-from tasks.recording import recorded
+from ratchet.flows import report, temporary_server
+from ratchet.flows.shown_metrics import PAGES, line, shown_in
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.progress import Event, IterationClosed, Note, ReplayProgress, StageProgress, StepProgress, listening
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
+from ratchet.infra.store.run_store import REPORT
+from ratchet.tasks.pipeline import in_order
+from ratchet.tasks.recording import recorded
 
 EVERY_S = 1.0
 """Minimum interval between progress updates, since each takes a few requests; shorter stages have none."""

@@ -1,4 +1,4 @@
-"""Generate the reference pages in `docs/` (`main` lists them): `python -m flows.reference [--check]`."""
+"""Generate the reference pages in `docs/` (`main` lists them): `python -m ratchet.flows.reference [--check]`."""
 
 import inspect
 import re
@@ -9,22 +9,30 @@ from pathlib import Path
 import pyarrow as pa
 from pydantic import BaseModel
 
-from flows.metrics import CATALOGUE
-from infra.workers.call_log import CALL_COLUMNS
-from rlhf.algorithms.advantages import Advantage
-from rlhf.algorithms.distillation import Distillation
-from rlhf.algorithms.experts import Experts
-from rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
-from rlhf.algorithms.masked import aggregate
-from rlhf.algorithms.policy_losses import PolicyLoss
-from rlhf.algorithms.reward_shaping import OverlongPenalty
-from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
-from rlhf.config import DynamicSamplingConfig, RewardTraining, RunConfig, SFTConfig, keys, models_in, parse_config
-from rlhf.config.counterparts import SOURCES, Counterpart, Source
-from rlhf.metrics import METRICS, timer
-from rlhf.schema import TRAJECTORY, Column
-from tasks.pipeline import STAGES, names_of
-from tasks.stage import RowsStage
+from ratchet.flows.shown_metrics import CATALOGUE
+from ratchet.infra.workers.call_log import CALL_COLUMNS
+from ratchet.rlhf.algorithms.advantages import Advantage
+from ratchet.rlhf.algorithms.distillation import Distillation
+from ratchet.rlhf.algorithms.experts import Experts
+from ratchet.rlhf.algorithms.kl import AdaptiveCoefficient, kl_divergence
+from ratchet.rlhf.algorithms.masked import aggregate
+from ratchet.rlhf.algorithms.policy_losses import PolicyLoss
+from ratchet.rlhf.algorithms.reward_shaping import OverlongPenalty
+from ratchet.rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
+from ratchet.rlhf.config import (
+    DynamicSamplingConfig,
+    RewardTraining,
+    RunConfig,
+    SFTConfig,
+    keys,
+    models_in,
+    parse_config,
+)
+from ratchet.rlhf.config.counterparts import SOURCES, Counterpart, Source
+from ratchet.rlhf.metrics import METRICS, timer
+from ratchet.rlhf.schema import TRAJECTORY, Column
+from ratchet.tasks.pipeline import STAGES, names_of
+from ratchet.tasks.stage import RowsStage
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -193,7 +201,7 @@ def _macros(formula: str) -> str:
 
 METRICS_HEAD = """# Metrics
 
-Generated from `rlhf/metrics.py` and `flows/metrics.py` by `make docs`. A metric that verl also has is named as in verl
+Generated from `rlhf/metrics.py` and `flows/shown_metrics.py` by `make docs`. A metric that verl also has is named as in verl
 ([decision 030](decisions/030-metric-names.md)). Each iteration writes one file with one row, in
 `metrics/iteration=<k>.*.parquet`, and **every file has all columns of this table**, so pandas, DuckDB and polars read the
 folder as one table:

@@ -17,27 +17,27 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
-from flows.train_reward_model import accuracy_of
-from infra.execution.claims import run_url
-from infra.progress import StepProgress, report
-from infra.runs import open_run
-from infra.store.answers import Answers
-from infra.store.log import Corrupt, RunLog
-from infra.store.object_store import ObjectStore
-from infra.store.run_store import parquet_bytes
-from infra.unsure_pairs import unsure_pairs
-from rlhf import consent, seeding
-from rlhf.config import JudgeConfig, RewardTraining, RunConfig, overridden, validated
-from rlhf.data.datasets import MESSAGES
-from rlhf.data.examples import pair_of
-from rlhf.data.files import read
-from rlhf.data.formats import Messages
-from rlhf.data.labels import LABELING_CONFIG, Labels, Preferred, label_studio_tasks, read_labels
-from rlhf.errors import UserError, counted
-from rlhf.rewards import judge
-from rlhf.rewards.chat import Chat
-from rlhf.rewards.functions import Metadata, Trajectory
-from tasks.plan import fork_run, latest_point
+from ratchet.flows.train_reward_model import accuracy_of
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.progress import StepProgress, report
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.runs.unsure_pairs import unsure_pairs
+from ratchet.infra.store.answers import Answers
+from ratchet.infra.store.log import Corrupt, RunLog
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.run_store import parquet_bytes
+from ratchet.rlhf import consent, seeding
+from ratchet.rlhf.config import JudgeConfig, RewardTraining, RunConfig, overridden, validated
+from ratchet.rlhf.data.datasets import MESSAGES
+from ratchet.rlhf.data.examples import pair_of
+from ratchet.rlhf.data.files import read
+from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.labels import LABELING_CONFIG, Labels, Preferred, label_studio_tasks, read_labels
+from ratchet.rlhf.errors import UserError, counted
+from ratchet.rlhf.rewards import judge
+from ratchet.rlhf.rewards.chat import Chat
+from ratchet.rlhf.rewards.functions import Metadata, Trajectory
+from ratchet.tasks.analysis.plan import fork_run, latest_point
 
 SPEC, VERDICT = "relabel.json", "verdict.json"
 PAIRS, TASKS, INTERFACE = "pairs.parquet", "label_studio.json", "label_studio.xml"

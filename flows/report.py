@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flows.ui.documents import Document, RunView, Trajectory, decoder, run_view, scales_of, trajectory
-from flows.ui.page import report_page
-from infra.progress import note
-from infra.query import names
-from infra.runs import OnDamage, Run
-from infra.store.log import Corrupt
-from rlhf.errors import UserError
+from ratchet.flows.ui.documents import Document, RunView, Trajectory, decoder, run_view, scales_of, trajectory
+from ratchet.flows.ui.page import report_page
+from ratchet.infra.progress import note
+from ratchet.infra.runs.query import names
+from ratchet.infra.runs.run import OnDamage, Run
+from ratchet.infra.store.log import Corrupt
+from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd

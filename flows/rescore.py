@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 
 from prefect import flow
 
-from flows.overrides import Override
-from flows.train import train
-from infra.execution.claims import run_url
-from infra.runs import open_run
-from infra.store.log import RunLog
-from infra.store.object_store import ObjectStore
-from rlhf import consent
-from rlhf.config import RunConfig
-from rlhf.errors import UserError
-from tasks.plan import fork_run
+from ratchet.flows.overrides import Override
+from ratchet.flows.train import train
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.log import RunLog
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.rlhf import consent
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks.analysis.plan import fork_run
 
 
 @flow(name="rescore", flow_run_name="{config.run.name}", persist_result=False)

@@ -6,19 +6,19 @@ import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from infra.progress import note
-from infra.runs import Run
-from infra.served import ServedLog
-from infra.workers.call_log import CallLog
-from infra.workers.engines import Engines
-from infra.workers.resources import Resources
-from rlhf.agents.gateway import Gateway
-from rlhf.agents.serving import Served
-from rlhf.config import RunConfig
-from rlhf.engines.base import Request, Sampling
-from rlhf.engines.generation import Generator, Rules
-from rlhf.environments.dialogues import Dialogue
-from rlhf.errors import EngineLost
+from ratchet.infra.progress import note
+from ratchet.infra.runs.run import Run
+from ratchet.infra.runs.served import ServedLog
+from ratchet.infra.workers.call_log import CallLog
+from ratchet.infra.workers.engines import Engines
+from ratchet.infra.workers.resources import Resources
+from ratchet.rlhf.agents.agent_loop import Generator, Rules
+from ratchet.rlhf.agents.gateway import Gateway
+from ratchet.rlhf.agents.serving import Served
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf.errors import EngineLost
+from ratchet.rlhf.rollout.engine import Request, Sampling
 
 WAIT_S = 1.0
 """Seconds after which the loss of the engine is noticed at most."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from prefect import flow
 
-from infra.execution.fitting import fitting
-from infra.progress import note
-from rlhf import seeding
-from rlhf.algorithms.objectives import SupervisedObjective
-from rlhf.config import SFTConfig
-from rlhf.data.examples import supervised
-from rlhf.data.turns import treat_special_tokens
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import check_embeddings, eos_token_ids, load_actor, load_tokenizer
-from tasks.fit import Fit, fit
-from tasks.recording import noted
+from ratchet.infra.execution.fine_tuning import fitting
+from ratchet.infra.progress import note
+from ratchet.rlhf import seeding
+from ratchet.rlhf.algorithms.objectives import SupervisedObjective
+from ratchet.rlhf.config import SFTConfig
+from ratchet.rlhf.data.examples import supervised
+from ratchet.rlhf.data.turns import treat_special_tokens
+from ratchet.rlhf.models import check_embeddings, eos_token_ids, load_actor, load_tokenizer
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from ratchet.tasks.fine_tuning import Fit, fit
+from ratchet.tasks.recording import noted
 
 
 @flow(name="sft", flow_run_name="{config.run.name}", persist_result=False)

@@ -6,14 +6,14 @@ import json
 
 from rich import filesize
 
-from infra.execution.snapshots import describe
-from infra.store.records import RunState
-from rlhf.config import ModelConfig, RunConfig
-from rlhf.data.prompts import PromptDataset, encode
-from rlhf.engines.device_memory import gradients, resident
-from rlhf.environments.policy_tokenizer import policy_tokenizer
-from rlhf.errors import counted, reached
-from rlhf.models import model_folder, parameter_count
+from ratchet.infra.execution.snapshots import describe
+from ratchet.infra.store.records import RunState
+from ratchet.rlhf.config import ModelConfig, RunConfig
+from ratchet.rlhf.data.prompts import PromptDataset, encode
+from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
+from ratchet.rlhf.errors import counted, reached
+from ratchet.rlhf.models import model_folder, parameter_count
+from ratchet.rlhf.rollout.device_memory import gradients, resident
 
 SHOWN = 300
 """Characters of a prompt that are shown."""

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from flows import report
-from infra.execution import heartbeat
-from infra.execution.claims import run_url
-from infra.runs import Run, open_run
-from infra.store.log import Corrupt, Fenced, RunLog
-from infra.store.object_store import ObjectStore
-from infra.store.run_store import REPORT
-from rlhf import consent
-from rlhf.config import RunConfig
-from rlhf.errors import UserError, counted
-from tasks.pipeline import stage_called
-from tasks.plan import dependents, fork_run, latest_point
+from ratchet.flows import report
+from ratchet.infra.execution import heartbeat
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.store.log import Corrupt, Fenced, RunLog
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.run_store import REPORT
+from ratchet.rlhf import consent
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError, counted
+from ratchet.tasks.analysis.plan import dependents, fork_run, latest_point
+from ratchet.tasks.pipeline import stage_called
 
 if TYPE_CHECKING:
     import optuna

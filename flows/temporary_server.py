@@ -15,7 +15,7 @@ import urllib.request
 
 import psutil
 
-from infra.store.clock import born, is_same
+from ratchet.infra.store.clock import born, is_same
 
 MARK = "RATCHET_TEMPORARY_SERVER_OF"
 

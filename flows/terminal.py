@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from flows.metrics import line
-from infra.progress import Event, IterationClosed, Note, ReplayProgress, StageProgress, StepProgress, listening
-from infra.store.run_store import VALIDATE
+from ratchet.flows.shown_metrics import line
+from ratchet.infra.progress import Event, IterationClosed, Note, ReplayProgress, StageProgress, StepProgress, listening
+from ratchet.infra.store.run_store import VALIDATE
 
 
 def visible(text: str) -> str:

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from flows.terminal import visible
-from infra.progress import note
-from rlhf.config import RunConfig, Tracker
+from ratchet.flows.terminal import visible
+from ratchet.infra.progress import note
+from ratchet.rlhf.config import RunConfig, Tracker
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,22 +15,22 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settin
 from prefect.states import Failed
 from prefect.utilities.asyncutils import run_coro_as_sync
 
-from flows.iteration import iteration
-from flows.overrides import Override
-from flows.prefect_pages import has_pages, show_report, shown, tagged
-from flows.summary import summary
-from flows.tracking import tracking
-from infra.execution.driver import driving, with_iterations
-from infra.progress import note
-from infra.runs import Run, open_run
-from infra.store.log import Fenced
-from rlhf.config import RunConfig
-from rlhf.errors import RatchetError, counted
-from tasks.changes import check_open_iteration
-from tasks.pipeline import dependencies
-from tasks.recording import noted, recorded
-from tasks.runner import finish, start
-from tasks.validate import VALIDATE
+from ratchet.flows.iteration import iteration
+from ratchet.flows.overrides import Override
+from ratchet.flows.prefect_pages import has_pages, show_report, shown, tagged
+from ratchet.flows.summary import summary
+from ratchet.flows.tracking import tracking
+from ratchet.infra.execution.driver import driving, with_iterations
+from ratchet.infra.progress import note
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.store.log import Fenced
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import RatchetError, counted
+from ratchet.tasks.fingerprints import check_open_iteration
+from ratchet.tasks.pipeline import dependencies
+from ratchet.tasks.recording import noted, recorded
+from ratchet.tasks.runner import finish, start
+from ratchet.tasks.stages.validate import VALIDATE
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 from prefect import flow
 
-from infra.execution.fitting import fitting
-from infra.progress import note
-from rlhf import seeding
-from rlhf.algorithms.objectives import PreferenceObjective
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import RewardTraining
-from rlhf.data.examples import preferences
-from rlhf.engines.model_engine import ModelEngine
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import check_embeddings, load_scorer, load_tokenizer
-from tasks.fit import Fit, fit
-from tasks.recording import noted
+from ratchet.infra.execution.fine_tuning import fitting
+from ratchet.infra.progress import note
+from ratchet.rlhf import seeding
+from ratchet.rlhf.algorithms.objectives import PreferenceObjective
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import RewardTraining
+from ratchet.rlhf.data.examples import preferences
+from ratchet.rlhf.models import check_embeddings, load_scorer, load_tokenizer
+from ratchet.rlhf.train.model_engine import ModelEngine
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from ratchet.tasks.fine_tuning import Fit, fit
+from ratchet.tasks.recording import noted
 
 
 @flow(name="train_reward_model", flow_run_name="{config.run.name}", persist_result=False)

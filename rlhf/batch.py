@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import TRAJECTORY
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Num

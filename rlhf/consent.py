@@ -21,10 +21,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhf.config import ModelConfig, RunConfig
+    from ratchet.rlhf.config import ModelConfig, RunConfig
 
 VARIABLE = "RATCHET_TRUST_CODE"
 REMOTE_CODE = "trust_remote_code"
@@ -219,8 +219,8 @@ def _files_of(module: str, *, is_file: bool) -> tuple[Path, ...] | None:
 
 def _of_model(key: str, model: ModelConfig) -> Code | None:
     """The code of a model; None if it brings none."""
-    from rlhf.models import model_folder
-    from rlhf.models.custom_code import code_files, code_names
+    from ratchet.rlhf.models import model_folder
+    from ratchet.rlhf.models.custom_code import code_files, code_names
 
     try:
         folder = model_folder(model, key.removesuffix(f".{REMOTE_CODE}"))

@@ -298,7 +298,7 @@ def validation_metrics(source: str, statistics: Mapping[str, float], n: int) -> 
 
     Args:
         source: the data source.
-        statistics: the values of `rlhf.validation`: `mean_score`, `pass@1`, `maj@n` and `best@n`. Older releases also
+        statistics: the values of `ratchet.rlhf.validation`: `mean_score`, `pass@1`, `maj@n` and `best@n`. Older releases also
             have `mean@n`, which leaves out incomplete prompts; `mean_score` replaces it.
         n: answers per prompt.
 

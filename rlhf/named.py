@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError
 
 
 def load_named(name: str, key: str, package: str, attributes: Sequence[str], built_in: Sequence[str]) -> Any:

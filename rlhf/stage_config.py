@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from rlhf.config import RunConfig
-from rlhf.config.older import as_of_today
-from rlhf.config.reading import set_value
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.older import as_of_today
+from ratchet.rlhf.config.reading import set_value
 
 
 def key(path: str, *, operational: bool = False) -> Any:

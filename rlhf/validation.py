@@ -12,9 +12,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from rlhf.metrics import validation_metrics
-from rlhf.rewards.countdown import Malformed, last_answer
-from rlhf.rewards.math import boxed
+from ratchet.rlhf.metrics import validation_metrics
+from ratchet.rlhf.rewards.countdown import Malformed, last_answer
+from ratchet.rlhf.rewards.math import boxed
 
 Sums = dict[str, dict[str, tuple[float, int]]]
 """By data source and metric: a sum, and the number of its terms."""

@@ -1,3 +1,3 @@
 """The stages of an iteration, one file each, and `runner`, which computes and commits them as Prefect tasks."""
 
-from tasks import prefect_defaults as prefect_defaults
+from ratchet.tasks import prefect_defaults as prefect_defaults

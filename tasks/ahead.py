@@ -11,15 +11,15 @@ j - `max_staleness` opens, and the rollout then has at least that version.
 
 from __future__ import annotations
 
-from infra.execution.driver import Driver
-from infra.execution.executors import StageHandle
-from infra.progress import note
-from infra.workers.worker import Worker
-from rlhf.errors import NotFinite
-from tasks.generate import GENERATE
-from tasks.recording import recorded_task
-from tasks.restore import ensure_weights
-from tasks.runner import finish, is_given_up, start
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.progress import note
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.errors import NotFinite
+from ratchet.tasks.recording import recorded_task
+from ratchet.tasks.restore import ensure_weights
+from ratchet.tasks.runner import finish, is_given_up, start
+from ratchet.tasks.stages.generate import GENERATE
 
 
 def generations(driver: Driver, k: int) -> StageHandle | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhf.batch import TrajectoryBatch
-from rlhf.schema import trajectory_of
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.schema import trajectory_of
 
 
 def trajectory_index(batch: TrajectoryBatch) -> np.ndarray:

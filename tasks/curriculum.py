@@ -10,8 +10,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from infra.execution.driver import Driver
-from rlhf.config import CurriculumConfig
+from ratchet.infra.execution.driver import Driver
+from ratchet.rlhf.config import CurriculumConfig
 
 SOLVED = 1.0
 """The smallest score of a solved answer, if the config does not set it."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.store.manifest import Manifest
-from infra.store.run_store import RunStore
-from rlhf.config import RunConfig
-from tasks.generate import FIRST_TURN_CLIP_RATIO, GENERATE, KINDS
-from tasks.greedy_baseline import GREEDY_BASELINE
-from tasks.score import SCORE
-from tasks.validate import VALIDATE
+from ratchet.infra.store.manifest import Manifest
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.config import RunConfig
+from ratchet.tasks.stages.generate import FIRST_TURN_CLIP_RATIO, GENERATE, KINDS
+from ratchet.tasks.stages.greedy_baseline import GREEDY_BASELINE
+from ratchet.tasks.stages.score import SCORE
+from ratchet.tasks.stages.validate import VALIDATE
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,17 @@ import time
 
 import numpy as np
 
-from infra.workers.calls import C, Context
-from rlhf.algorithms.objectives import Objective
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import LRScheduleConfig
-from rlhf.engines.base import OptimizerPlan
-from rlhf.engines.learning_rate import learning_rate
-from rlhf.engines.optimizers import Optimizer
-from rlhf.engines.performance import utilization
-from rlhf.seeding import generator
-from rlhf.stage_config import StageConfig, key
-from tasks.branches import trajectory_index
+from ratchet.infra.workers.calls import C, Context
+from ratchet.rlhf.algorithms.objectives import Objective
+from ratchet.rlhf.algorithms.optimizers import Optimizer
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import LRScheduleConfig
+from ratchet.rlhf.seeding import generator
+from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.rlhf.train.engine import OptimizerPlan
+from ratchet.rlhf.train.learning_rate import learning_rate
+from ratchet.rlhf.train.performance import utilization
+from ratchet.tasks.branches import trajectory_index
 
 STEPS = 4
 """Optimizer steps of a pass over an iteration, by default."""

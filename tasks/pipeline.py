@@ -8,25 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from infra.execution.driver import Dependencies
-from rlhf.config import RunConfig
-from rlhf.errors import UserError
-from rlhf.metrics import timer
-from tasks.advantages import ADVANTAGES
-from tasks.averages import UPDATE_EMA, UPDATE_REFERENCE
-from tasks.filter_groups import FILTER_GROUPS
-from tasks.generate import GENERATE
-from tasks.greedy_baseline import GREEDY_BASELINE
-from tasks.old_log_probs import OLD_LOG_PROBS
-from tasks.ref_log_probs import REF_LOG_PROBS
-from tasks.reward_model import REWARD_MODEL
-from tasks.score import SCORE
-from tasks.stage import AnyUpdateStage, Stage, UpdateStage
-from tasks.teacher_log_probs import TEACHER_LOG_PROBS
-from tasks.update_actor import UPDATE_ACTOR
-from tasks.update_critic import UPDATE_CRITIC
-from tasks.validate import VALIDATE
-from tasks.values import VALUES
+from ratchet.infra.execution.driver import Dependencies
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.metrics import timer
+from ratchet.tasks.stage import AnyUpdateStage, Stage, UpdateStage
+from ratchet.tasks.stages.advantages import ADVANTAGES
+from ratchet.tasks.stages.generate import GENERATE
+from ratchet.tasks.stages.greedy_baseline import GREEDY_BASELINE
+from ratchet.tasks.stages.moving_weights import UPDATE_EMA, UPDATE_REFERENCE
+from ratchet.tasks.stages.old_log_probs import OLD_LOG_PROBS
+from ratchet.tasks.stages.ref_log_probs import REF_LOG_PROBS
+from ratchet.tasks.stages.reward_model import REWARD_MODEL
+from ratchet.tasks.stages.score import SCORE
+from ratchet.tasks.stages.select import FILTER_GROUPS
+from ratchet.tasks.stages.teacher_log_probs import TEACHER_LOG_PROBS
+from ratchet.tasks.stages.update_actor import UPDATE_ACTOR
+from ratchet.tasks.stages.update_critic import UPDATE_CRITIC
+from ratchet.tasks.stages.validate import VALIDATE
+from ratchet.tasks.stages.values import VALUES
 
 T = TypeVar("T")
 

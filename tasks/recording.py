@@ -15,10 +15,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import Abort
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_chain, wait_fixed
 
-from infra.progress import note
-from infra.store.object_store import StoreFull, StoreUnavailable
-from infra.workers.ray_group import GroupLost
-from rlhf.errors import EngineLost, RatchetError
+from ratchet.infra.progress import note
+from ratchet.infra.store.object_store import StoreFull, StoreUnavailable
+from ratchet.infra.workers.ray_group import GroupLost
+from ratchet.rlhf.errors import EngineLost, RatchetError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,18 +10,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from infra.execution.driver import Driver
-from infra.execution.executors import StageHandle
-from infra.progress import ReplayProgress, note, report
-from infra.store.log import Corrupt
-from infra.store.manifest import Manifest
-from infra.store.records import Diverged, Skip, StageCommit, Weights
-from infra.workers.calls import C, Call, UpdateCall, Updated
-from infra.workers.groups import WorkerGroup
-from infra.workers.worker import WEIGHTS_OF, Worker
-from rlhf.errors import NotFinite
-from tasks.pipeline import update_of
-from tasks.stage import ROUNDING, UpdateStage
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.progress import ReplayProgress, note, report
+from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.manifest import Manifest
+from ratchet.infra.store.records import Diverged, Skip, StageCommit, Weights
+from ratchet.infra.workers.calls import C, Call, UpdateCall, Updated
+from ratchet.infra.workers.groups import WorkerGroup
+from ratchet.infra.workers.worker import WEIGHTS_OF, Worker
+from ratchet.rlhf.errors import NotFinite
+from ratchet.tasks.pipeline import update_of
+from ratchet.tasks.stage import ROUNDING, UpdateStage
 
 
 class ReplayMismatch(Corrupt):

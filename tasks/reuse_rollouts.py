@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from infra.execution.driver import Driver
-from infra.execution.executors import StageHandle
-from infra.forks import name_of
-from infra.progress import StageProgress, report
-from infra.runs import open_run
-from infra.store.records import StageCommit, seen_from_fork
-from rlhf.errors import UserError
-from tasks.recording import recorded_task
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.progress import StageProgress, report
+from ratchet.infra.runs.forks import name_of
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.records import StageCommit, seen_from_fork
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks.recording import recorded_task
 
 
 @recorded_task("reuse_rollouts")

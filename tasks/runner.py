@@ -13,22 +13,22 @@ from typing import TypeVar
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from infra.execution.driver import Driver
-from infra.execution.executors import StageHandle
-from infra.progress import StageProgress, note, report
-from infra.store.clock import now
-from infra.store.manifest import Manifest
-from infra.store.records import Skip, StageCommit, Weights
-from infra.workers.calls import C, UpdateCall
-from infra.workers.ray_group import GroupLost
-from infra.workers.worker import Worker
-from rlhf.errors import NotFinite
-from tasks.calling import Handles, call_of, on_worker
-from tasks.changes import changed, fingerprint_of
-from tasks.pipeline import update_of
-from tasks.recording import recorded_task
-from tasks.rows import run_rows
-from tasks.stage import RowsStage, Stage, UpdateStage
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.progress import StageProgress, note, report
+from ratchet.infra.store.clock import now
+from ratchet.infra.store.manifest import Manifest
+from ratchet.infra.store.records import Skip, StageCommit, Weights
+from ratchet.infra.workers.calls import C, UpdateCall
+from ratchet.infra.workers.ray_group import GroupLost
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.errors import NotFinite
+from ratchet.tasks.fingerprints import changed, fingerprint_of
+from ratchet.tasks.pipeline import update_of
+from ratchet.tasks.recording import recorded_task
+from ratchet.tasks.shard_runner import run_rows
+from ratchet.tasks.stage import RowsStage, Stage, UpdateStage
+from ratchet.tasks.worker_calls import Handles, call_of, on_worker
 
 R = TypeVar("R")
 

@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeAlias
 
 from pydantic import JsonValue
 
-from infra.execution.driver import Driver, Outside
-from infra.execution.executors import StageHandle
-from infra.workers.calls import (
+from ratchet.infra.execution.driver import Driver, Outside
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.workers.calls import (
     C,
     Context,
     Experience,
@@ -25,8 +25,8 @@ from infra.workers.calls import (
     ShardStart,
     ShardSummary,
 )
-from rlhf.config import RunConfig
-from rlhf.schema import Column
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.schema import Column
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from infra.store.manifest import Fingerprint, Manifest
-from infra.store.records import Claim, ShardCommit, ShardRef, StageCommit, Weights
-from infra.store.run_store import RunStore
-from rlhf.schema import TRAJECTORY
+from ratchet.infra.store.manifest import Fingerprint, Manifest
+from ratchet.infra.store.records import Claim, ShardCommit, ShardRef, StageCommit, Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.schema import TRAJECTORY
 from tests import tiny
 
 COLUMNS = ("trajectory_id", *TRAJECTORY.names("generate"))

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from flows.ui.server import LIMITS, app
-from infra.statements import Limits
+from ratchet.flows.ui.server import LIMITS, app
+from ratchet.infra.runs.statements import Limits
 from tests import extras
 from tests.ports import free_port
 

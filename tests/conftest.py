@@ -13,8 +13,8 @@ from jaxtyping import install_import_hook
 from tests import shapes
 
 # Every call of the algorithms is held to the shapes and types in its hints: before anything else imports them.
-with install_import_hook("rlhf.algorithms", f"{shapes.__name__}.checked"):
-    import rlhf.algorithms.objectives  # noqa: F401  (which imports all the others)
+with install_import_hook("ratchet.rlhf.algorithms", f"{shapes.__name__}.checked"):
+    import ratchet.rlhf.algorithms.objectives  # noqa: F401  (which imports all the others)
 
 from tests import ceph, extras, tiers, tiny
 from tests.peak_memory import PeakMemory

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from infra.runs import Run, open_run
-from infra.store.records import Finalize, Record, RunState, ShardCommit, Skip, Snapshot, StageCommit, sha256_of
-from rlhf.config import RunConfig
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.store.records import Finalize, Record, RunState, ShardCommit, Skip, Snapshot, StageCommit, sha256_of
+from ratchet.rlhf.config import RunConfig
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from rlhf.algorithms.base import Algorithm
+from ratchet.rlhf.algorithms.base import Algorithm
 
 Batch = dict[str, Tensor]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasks.prefect_defaults import TEMPORARY_SERVER
+from ratchet.tasks.prefect_defaults import TEMPORARY_SERVER
 from tests.ports import free_port
 
 START_S = 600.0

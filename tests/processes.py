@@ -25,7 +25,7 @@ from typing import Any
 
 from prefect.context import refresh_global_settings_context
 
-from rlhf.config import RunConfig
+from ratchet.rlhf.config import RunConfig
 
 PRELOAD = (
     "torch",
@@ -36,11 +36,11 @@ PRELOAD = (
     "prefect.task_engine",
     "prefect.telemetry.run_telemetry",
     "pyarrow.dataset",
-    "flows.train",
-    "flows.cli",
-    "infra.runs",
-    "rlhf.engines.hf_rollout",
-    "rlhf.engines.torch_engine",
+    "ratchet.flows.train",
+    "ratchet.flows.commands.app",
+    "ratchet.infra.runs.run",
+    "ratchet.rlhf.rollout.hf_engine",
+    "ratchet.rlhf.train.torch_engine",
     "tests.processes",
     "tests.rewards",
 )
@@ -176,19 +176,19 @@ def _child(
 
 def grace(seconds: float) -> None:
     """The `setup` of a child that abandons its work so long after it was asked to stop."""
-    import infra.execution.stopping
+    import ratchet.infra.execution.stopping
 
-    infra.execution.stopping.GRACE_S = seconds
+    ratchet.infra.execution.stopping.GRACE_S = seconds
 
 
 def _train(config: RunConfig) -> None:
-    from flows.train import train
+    from ratchet.flows.train import train
 
     train(config)
 
 
 def _cli(arguments: list[str]) -> None:
-    from flows.cli import main
+    from ratchet.flows.commands.app import main
 
     sys.argv = ["ratchet", *arguments]
     main()
@@ -198,7 +198,7 @@ def _install(fault: Fault) -> None:
     import torch
     from prefect.client.orchestration import SyncPrefectClient
 
-    from infra.store.object_store import FsspecBackend, LocalBackend
+    from ratchet.infra.store.object_store import FsspecBackend, LocalBackend
 
     owners, method = {
         "put": ((LocalBackend, FsspecBackend), "put"),
@@ -257,9 +257,9 @@ def _await_record(log: Path, text: str) -> None:
 
 def _count(counts: Path) -> None:
     """Write a line for everything that the engines compute, from inside the engines' own calls."""
-    from infra.workers.worker import Worker
-    from rlhf.engines.hf_rollout import HFRollout
-    from rlhf.engines.torch_engine import TorchEngine
+    from ratchet.infra.workers.worker import Worker
+    from ratchet.rlhf.rollout.hf_engine import HFRollout
+    from ratchet.rlhf.train.torch_engine import TorchEngine
 
     file = counts.open("a", buffering=1)  # a line is on its way before anything else can happen
 

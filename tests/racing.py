@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Barrier
 
-from infra.store.log import Fenced
-from infra.store.run_store import RunStore
+from ratchet.infra.store.log import Fenced
+from ratchet.infra.store.run_store import RunStore
 from tests import ceph
 from tests.bare_run import claim, write
 from tests.processes import PRELOAD

@@ -61,7 +61,7 @@ class Ranks:
 def _serve(pipe: Connection, rank: int, count: int, rendezvous: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["OMP_NUM_THREADS"] = "1"
-    from rlhf.engines import ranks
+    from ratchet.rlhf.distributed import ranks
 
     ranks.join(rank, count, f"file://{rendezvous}")
     while True:
@@ -104,8 +104,8 @@ def only_rank(rank: int, count: int) -> Iterator[None]:
 
 def one_rank_fails(context: Any) -> Any:
     """A stage that one rank cannot read for, while the other waits for it."""
-    from infra.store.object_store import StoreUnavailable
-    from rlhf.engines import ranks
+    from ratchet.infra.store.object_store import StoreUnavailable
+    from ratchet.rlhf.distributed import ranks
 
     if ranks.rank() == 1:
         raise StoreUnavailable("the store does not answer rank 1")
@@ -115,7 +115,7 @@ def one_rank_fails(context: Any) -> Any:
 
 def one_rank_never_answers(context: Any) -> Any:
     """A stage in which one rank waits for another for ever."""
-    from rlhf.engines import ranks
+    from ratchet.rlhf.distributed import ranks
 
     if ranks.rank() == 1:
         threading.Event().wait()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf.rewards import Trajectory
-from rlhf.rewards.pool import AnswerStore, RewardPool, TrialAnswer
+from ratchet.rlhf.rewards import Trajectory
+from ratchet.rlhf.rewards.pool import AnswerStore, RewardPool, TrialAnswer
 
 
 def trajectory(

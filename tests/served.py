@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from rlhf import child_processes
+from ratchet.rlhf import child_processes
 
 _running: list[subprocess.Popen[bytes]] = []
 

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config import RunConfig, parse_config
-from rlhf.data import countdown
+from ratchet.rlhf.config import RunConfig, parse_config
+from ratchet.rlhf.data import countdown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from rlhf.engines.generation import Generator
+    from ratchet.rlhf.agents.agent_loop import Generator
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/()=<>.,? "
 CHAT_TEMPLATE = (
@@ -140,8 +140,8 @@ def chat_generator(folder: Path, *, version: int = 0, interruptible: bool = Fals
     """The generator of a new model in `folder`, whose tokenizer has `CHAT_TEMPLATE`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rlhf.engines.generation import Generator
-    from rlhf.engines.hf_rollout import HFRollout
+    from ratchet.rlhf.agents.agent_loop import Generator
+    from ratchet.rlhf.rollout.hf_engine import HFRollout
 
     model_folder(folder, letters=LETTERS + '{}[]":_')
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -13,9 +13,9 @@ os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
 import psutil
 import torch
 
-from flows.train import train
-from infra.progress import Event, IterationClosed, listening
-from rlhf.config import RunConfig, parse_config
+from ratchet.flows.train import train
+from ratchet.infra.progress import Event, IterationClosed, listening
+from ratchet.rlhf.config import RunConfig, parse_config
 
 MARKS: list[tuple[float, float, float]] = []
 """After each iteration: CPU-seconds of this process and its reward workers, the clock, CPU-seconds of the server."""

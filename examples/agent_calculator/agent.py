@@ -14,7 +14,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from rlhf.environments.calculator import calculate
+from ratchet.rlhf.environments.calculator import calculate
 
 TOOLS: list[Any] = [
     {

@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rlhf.environments import Observation
+from ratchet.rlhf.environments import Observation
 
 HIGHEST = 15
 PROMPT = f"1 to {HIGHEST}?"

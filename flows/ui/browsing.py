@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-from flows.ui.documents import CLIP, Filter, Order, Trajectories, TrajectoryLine
-from infra.sql import DataFile, FileTable, Statement, Tables
-from infra.statements import Child, StatementFailed
-from infra.store.log import Corrupt, read_verified
-from infra.store.object_store import ObjectStore
-from infra.store.records import ObjectRef
-from rlhf.errors import UserError
+from ratchet.flows.ui.documents import CLIP, Filter, Order, Trajectories, TrajectoryLine
+from ratchet.infra.runs.sql import DataFile, FileTable, Statement, Tables
+from ratchet.infra.runs.statements import Child, StatementFailed
+from ratchet.infra.store.log import Corrupt, read_verified
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import ObjectRef
+from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd

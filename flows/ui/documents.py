@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from flows.metrics import REPORT, shown_in
-from infra.listing import State, state_of
-from infra.progress import note
-from infra.runs import OnDamage, Run
-from infra.store.log import Corrupt
-from infra.store.records import Fork, StageCommit
-from infra.store.run_store import VALIDATE
-from rlhf.agents.transcripts import transcript
-from rlhf.config import RunConfig
-from rlhf.errors import UserError
-from rlhf.metrics import VALIDATION, current
-from rlhf.models import reading_tokenizer
+from ratchet.flows.shown_metrics import REPORT, shown_in
+from ratchet.infra.progress import note
+from ratchet.infra.runs.listing import State, state_of
+from ratchet.infra.runs.run import OnDamage, Run
+from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.records import Fork, StageCommit
+from ratchet.infra.store.run_store import VALIDATE
+from ratchet.rlhf.agents.transcripts import transcript
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.metrics import VALIDATION, current
+from ratchet.rlhf.models import reading_tokenizer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -244,7 +244,7 @@ def _open_validation(run: Run, damaged: OnDamage) -> list[Metrics]:
 
 def _stages(run: Run, damaged: OnDamage) -> list[Stage]:
     """The stages of the open iteration."""
-    from tasks.pipeline import stages_of  # imports torch
+    from ratchet.tasks.pipeline import stages_of  # imports torch
 
     progress = run.progress(run.state.iteration)
     stages = []

@@ -23,18 +23,28 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flows.ui import browsing
-from flows.ui.documents import Decode, Filter, Metrics, RunView, Trajectory, decoder, run_view, scales_of, trajectory
-from flows.ui.page import STATIC, live_page, live_policy
-from infra.execution.claims import run_url
-from infra.listing import RunSummary, is_driven, runs_of
-from infra.query import tables_of
-from infra.runs import Run, open_run, run_names
-from infra.sql import Tables
-from infra.statements import Child, Limits, Statements
-from infra.store.log import Corrupt, slot_key
-from infra.store.records import sha256_of
-from rlhf.errors import RatchetError, UserError
+from ratchet.flows.ui import browsing
+from ratchet.flows.ui.documents import (
+    Decode,
+    Filter,
+    Metrics,
+    RunView,
+    Trajectory,
+    decoder,
+    run_view,
+    scales_of,
+    trajectory,
+)
+from ratchet.flows.ui.page import STATIC, live_page, live_policy
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.listing import RunSummary, is_driven, runs_of
+from ratchet.infra.runs.query import tables_of
+from ratchet.infra.runs.run import Run, open_run, run_names
+from ratchet.infra.runs.sql import Tables
+from ratchet.infra.runs.statements import Child, Limits, Statements
+from ratchet.infra.store.log import Corrupt, slot_key
+from ratchet.infra.store.records import sha256_of
+from ratchet.rlhf.errors import RatchetError, UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ANYWHERE = ("0.0.0.0", "::")
@@ -310,7 +320,7 @@ def serve(store_url: str, host: str, port: int, ready: Callable[[str], None]) ->
     Raises:
         UserError: the address cannot be used.
     """
-    from tasks import pipeline  # noqa: F401  (imports torch, which the first visitor would have to wait for)
+    from ratchet.tasks import pipeline  # noqa: F401  (imports torch, which the first visitor would have to wait for)
 
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from infra.execution import heartbeat
-from infra.progress import note
-from infra.store.log import Fenced
-from infra.store.object_store import ObjectStore
-from infra.store.records import SCHEMA_VERSION, Claim, Fork, RunState, Weights
-from infra.store.run_store import RunStore
-from rlhf.config import RunSection
-from rlhf.errors import UserError
+from ratchet.infra.execution import heartbeat
+from ratchet.infra.progress import note
+from ratchet.infra.store.log import Fenced
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import SCHEMA_VERSION, Claim, Fork, RunState, Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.config import RunSection
+from ratchet.rlhf.errors import UserError
 
 PACKAGES = (
     "ratchet-rlhf",

@@ -17,26 +17,26 @@ from difflib import get_close_matches
 from functools import cache, cached_property, partial
 from typing import Literal
 
-from infra.execution.claims import begin, claim, code_digest, package_versions, run_url
-from infra.execution.devices import check_devices
-from infra.execution.executors import Executors, StageHandle
-from infra.execution.heartbeat import beating
-from infra.execution.replicas import Replicas
-from infra.execution.snapshots import Snapshots
-from infra.execution.stopping import Stopping, on_signals
-from infra.execution.wandb_login import has_login
-from infra.execution.weight_sync import WeightSync
-from infra.progress import note
-from infra.store.log import Corrupt
-from infra.store.object_store import StoreUnavailable
-from infra.store.records import Claim, RunState, Weights
-from infra.store.run_store import RunStore
-from infra.workers.calls import Experience
-from infra.workers.groups import WorkerGroups
-from infra.workers.ray_group import GroupLost
-from rlhf import consent
-from rlhf.agents import agent_digest, check_agent
-from rlhf.config import (
+from ratchet.infra.execution.claims import begin, claim, code_digest, package_versions, run_url
+from ratchet.infra.execution.executors import Executors, StageHandle
+from ratchet.infra.execution.heartbeat import beating
+from ratchet.infra.execution.preflight.devices import check_devices
+from ratchet.infra.execution.preflight.wandb_login import has_login
+from ratchet.infra.execution.replicas import Replicas
+from ratchet.infra.execution.snapshots import Snapshots
+from ratchet.infra.execution.stopping import Stopping, on_signals
+from ratchet.infra.execution.weight_sync import WeightSync
+from ratchet.infra.progress import note
+from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.object_store import StoreUnavailable
+from ratchet.infra.store.records import Claim, RunState, Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.calls import Experience
+from ratchet.infra.workers.groups import WorkerGroups
+from ratchet.infra.workers.ray_group import GroupLost
+from ratchet.rlhf import consent
+from ratchet.rlhf.agents import agent_digest, check_agent
+from ratchet.rlhf.config import (
     DataConfig,
     EnvironmentConfig,
     ModelConfig,
@@ -46,18 +46,18 @@ from rlhf.config import (
     stored_config,
     yaml_text,
 )
-from rlhf.config.older import changed_since
-from rlhf.data.experts import Matched
-from rlhf.data.formats import formulas_of
-from rlhf.data.prompts import Prompt, PromptDataset, check_length, render
-from rlhf.data.responses import response_text
-from rlhf.data.turns import special_in
-from rlhf.environments import check_environment, environment_digest
-from rlhf.environments.calls import try_environment
-from rlhf.environments.dialogues import is_prefix_stable
-from rlhf.environments.policy_tokenizer import policy_tokenizer
-from rlhf.errors import UserError, counted
-from rlhf.models import (
+from ratchet.rlhf.config.older import changed_since
+from ratchet.rlhf.data.experts import Matched
+from ratchet.rlhf.data.formats import formulas_of
+from ratchet.rlhf.data.prompts import Prompt, PromptDataset, check_length, render
+from ratchet.rlhf.data.responses import response_text
+from ratchet.rlhf.data.turns import special_in
+from ratchet.rlhf.environments import check_environment, environment_digest
+from ratchet.rlhf.environments.calls import try_environment
+from ratchet.rlhf.environments.dialogues import is_prefix_stable
+from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
+from ratchet.rlhf.errors import UserError, counted
+from ratchet.rlhf.models import (
     attention_heads,
     attention_of,
     check_architecture,
@@ -72,11 +72,11 @@ from rlhf.models import (
     text_config,
     tokenizer_digest,
 )
-from rlhf.rewards import COMPARING, auto, can_be_right, check_rewards, reward_digest
-from rlhf.rewards.functions import TAIL_CHARACTERS
-from rlhf.rewards.math import boxed
-from rlhf.rewards.pool import TrialAnswer, compare_columns, try_rewards
-from rlhf.validation import reported
+from ratchet.rlhf.rewards import COMPARING, auto, can_be_right, check_rewards, reward_digest
+from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS
+from ratchet.rlhf.rewards.math import boxed
+from ratchet.rlhf.rewards.pool import TrialAnswer, compare_columns, try_rewards
+from ratchet.rlhf.validation import reported
 
 SOURCES = 8
 """Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
@@ -482,7 +482,7 @@ def vllm_supports_heads(size: int) -> bool:
 
 def _check_packing(config: RunConfig, owner: str) -> None:
     """Refuse long rows of several sequences where transformers needs a mask of all their positions."""
-    from rlhf.engines.prefix_sharing import attention_kinds
+    from ratchet.rlhf.models.prefix_sharing import attention_kinds
 
     trainer = config.trainers[owner]
     if trainer.packing is not True or trainer.micro_batch_tokens <= LONGEST_MASK:
@@ -506,7 +506,7 @@ def _check_packing(config: RunConfig, owner: str) -> None:
 
 def _check_megatron(config: RunConfig, role: str) -> None:
     """Check that Megatron can split a model as the trainer whose engine it has says."""
-    from rlhf.models.megatron_layout import Place, refusal
+    from ratchet.rlhf.models.megatron_layout import Place, refusal
 
     owner = "critic" if role == "critic" else "actor"
     trainer = config.trainers[owner]

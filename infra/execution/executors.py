@@ -14,9 +14,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass
 
-from infra.store.manifest import Manifest
-from infra.store.records import ShardRef
-from rlhf.errors import NotFinite, RatchetError
+from ratchet.infra.store.manifest import Manifest
+from ratchet.infra.store.records import ShardRef
+from ratchet.rlhf.errors import NotFinite, RatchetError
 
 POLL_S = 0.2
 """Seconds between two calls of `meanwhile` while the driver waits for executors."""

@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 from pydantic import Field
 
-from infra.execution.stopping import Stopped, Stopping
-from infra.store.clock import born, is_same
-from infra.store.log import TAIL, Deleted, RunLog, slot_key
-from infra.store.object_store import ObjectStore, StoreUnavailable
-from infra.store.records import Stored
-from infra.store.run_store import is_written
-from rlhf.errors import RatchetError, in_one_line
+from ratchet.infra.execution.stopping import Stopped, Stopping
+from ratchet.infra.store.clock import born, is_same
+from ratchet.infra.store.log import TAIL, Deleted, RunLog, slot_key
+from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
+from ratchet.infra.store.records import Stored
+from ratchet.infra.store.run_store import is_written
+from ratchet.rlhf.errors import RatchetError, in_one_line
 
 KEY = "log/heartbeat.json"
 INTERVAL_S = 5.0

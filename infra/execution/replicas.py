@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from infra.store.records import Weights
-from infra.workers.calls import Pending, ShardKey
-from infra.workers.groups import Replica
-from infra.workers.ray_group import GroupLost
-from infra.workers.rollouts import Generated
-from infra.workers.worker import Worker
+from ratchet.infra.store.records import Weights
+from ratchet.infra.workers.calls import Pending, ShardKey
+from ratchet.infra.workers.groups import Replica
+from ratchet.infra.workers.ray_group import GroupLost
+from ratchet.infra.workers.rollouts import Generated
+from ratchet.infra.workers.worker import Worker
 
 Prompt = tuple[ShardKey, tuple[str, ...]]
 """A shard, and the ids of the trajectories of one of its prompts."""

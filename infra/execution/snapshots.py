@@ -15,14 +15,14 @@ from typing import TypeVar
 
 from rich import filesize
 
-from infra.progress import note
-from infra.store.records import Commit, Expire, Snapshot
-from infra.store.run_store import RunStore
-from infra.workers.groups import WorkerGroups
-from infra.workers.worker import Worker
-from rlhf.config import CheckpointConfig, RunConfig
-from rlhf.errors import counted
-from rlhf.models import model_folder, parameter_count
+from ratchet.infra.progress import note
+from ratchet.infra.store.records import Commit, Expire, Snapshot
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.groups import WorkerGroups
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.config import CheckpointConfig, RunConfig
+from ratchet.rlhf.errors import counted
+from ratchet.rlhf.models import model_folder, parameter_count
 
 R = TypeVar("R")
 FLOAT32 = 4

@@ -13,8 +13,8 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Literal
 
-from infra.progress import note
-from rlhf.errors import RatchetError
+from ratchet.infra.progress import note
+from ratchet.rlhf.errors import RatchetError
 
 GRACE_S = 15.0
 """Seconds from a stop request until running work is abandoned, which is safe: uncommitted work never counts."""

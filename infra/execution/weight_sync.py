@@ -5,11 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from infra.progress import note
-from infra.store.records import Weights
-from infra.workers.groups import WorkerGroup
-from infra.workers.worker import Worker
-from rlhf.config import RunConfig
+from ratchet.infra.progress import note
+from ratchet.infra.store.records import Weights
+from ratchet.infra.workers.groups import WorkerGroup
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.config import RunConfig
 
 
 @dataclass

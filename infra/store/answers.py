@@ -10,9 +10,9 @@ import threading
 
 from pydantic import BaseModel
 
-from infra.store.log import Corrupt, RunLog
-from infra.store.object_store import ObjectStore
-from infra.store.records import Fork, sha256_of
+from ratchet.infra.store.log import Corrupt, RunLog
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import Fork, sha256_of
 
 FOLDER = "answers/"
 

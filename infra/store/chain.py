@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
-from infra.progress import StepProgress, report
-from infra.store.log import slot_key
-from infra.store.records import Record, sha256_of
-from infra.store.run_store import RunStore
+from ratchet.infra.progress import StepProgress, report
+from ratchet.infra.store.log import slot_key
+from ratchet.infra.store.records import Record, sha256_of
+from ratchet.infra.store.run_store import RunStore
 
 AT_ONCE = 16
 """Number of concurrent requests to the store."""

@@ -14,9 +14,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
-from infra.store.object_store import ObjectStore, StoreUnavailable, is_full, is_refusal, is_transient
-from infra.store.records import READABLE, Claim, Commit, M, ObjectRef, Record, RunState, seen_from_fork, sha256_of
-from rlhf.errors import RatchetError, UserError
+from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable, is_full, is_refusal, is_transient
+from ratchet.infra.store.records import (
+    READABLE,
+    Claim,
+    Commit,
+    M,
+    ObjectRef,
+    Record,
+    RunState,
+    seen_from_fork,
+    sha256_of,
+)
+from ratchet.rlhf.errors import RatchetError, UserError
 
 TAIL = "log/tail.json"
 """A hint: the reference to the newest index, overwritten at every close. Losing it costs a few reads."""

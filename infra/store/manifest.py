@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from infra.store.records import SCHEMA_VERSION, Frozen, ObjectRef, ShardRef, Weights, sha256_of
+from ratchet.infra.store.records import SCHEMA_VERSION, Frozen, ObjectRef, ShardRef, Weights, sha256_of
 
 
 class Fingerprint(Frozen):

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 import fsspec
 from tenacity import Retrying, retry_if_exception
 
-from rlhf.errors import RatchetError, UserError
+from ratchet.rlhf.errors import RatchetError, UserError
 
 T = TypeVar("T")
 LEFTOVERS_S = 3600.0

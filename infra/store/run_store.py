@@ -19,10 +19,10 @@ from functools import lru_cache
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.store.log import Corrupt, Fenced, RunLog, read_model, read_range, read_verified
-from infra.store.manifest import BLOCK, Checkpoint, File, Manifest, Registration
-from infra.store.object_store import ObjectStore, StoreUnavailable
-from infra.store.records import (
+from ratchet.infra.store.log import Corrupt, Fenced, RunLog, read_model, read_range, read_verified
+from ratchet.infra.store.manifest import BLOCK, Checkpoint, File, Manifest, Registration
+from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
+from ratchet.infra.store.records import (
     PAGE,
     SCHEMA_VERSION,
     Ahead,
@@ -40,8 +40,8 @@ from infra.store.records import (
     named_here,
     sha256_of,
 )
-from rlhf.metrics import VALIDATION, current, validation_scores
-from rlhf.schema import TRAJECTORY
+from ratchet.rlhf.metrics import VALIDATION, current, validation_scores
+from ratchet.rlhf.schema import TRAJECTORY
 
 KEPT_BLOCKS = 4
 """Blocks of a checkpoint that a reader keeps in memory."""

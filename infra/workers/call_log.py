@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf.agents.sessions import Recorded
+from ratchet.rlhf.agents.sessions import Recorded
 
 CALL_COLUMNS: Mapping[str, tuple[pa.DataType, str]] = {
     "trajectory_id": (pa.string(), "the trajectory, or of `ratchet serve` the conversation"),

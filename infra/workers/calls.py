@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.store.records import ShardRef, Weights
-from infra.workers.engines import Engines
-from infra.workers.resources import Resources
-from rlhf.batch import TrajectoryBatch
-from rlhf.schema import Column
-from rlhf.stage_config import StageConfig
+from ratchet.infra.store.records import ShardRef, Weights
+from ratchet.infra.workers.engines import Engines
+from ratchet.infra.workers.resources import Resources
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.schema import Column
+from ratchet.rlhf.stage_config import StageConfig
 
 if TYPE_CHECKING:
-    from rlhf.engines.base import InferenceEngine, TrainEngine
-    from rlhf.engines.generation import Rules
-    from rlhf.environments.dialogues import Dialogue
+    from ratchet.rlhf.agents.agent_loop import Rules
+    from ratchet.rlhf.environments.dialogues import Dialogue
+    from ratchet.rlhf.train.engine import InferenceEngine, TrainEngine
 
 
 class ShardSummary(BaseModel):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from infra.store.manifest import Checkpoint
-from infra.store.run_store import RunStore
+from ratchet.infra.store.manifest import Checkpoint
+from ratchet.infra.store.run_store import RunStore
 
 if TYPE_CHECKING:
-    from rlhf.engines.stored_state import StoredState
+    from ratchet.rlhf.weights.stored_state import StoredState
 
 
 def stored_state(store: RunStore, checkpoint: Checkpoint) -> StoredState:
@@ -21,6 +21,6 @@ def stored_state(store: RunStore, checkpoint: Checkpoint) -> StoredState:
     Returns:
         The stored state.
     """
-    from rlhf.engines.stored_state import StoredState
+    from ratchet.rlhf.weights.stored_state import StoredState
 
     return StoredState({name: file.bytes for name, file in checkpoint.files.items()}, store.ranges(checkpoint))

@@ -6,15 +6,16 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from rlhf.config import RunConfig
-from rlhf.data.turns import treat_special_tokens
-from rlhf.engines.rollout_team import RolloutTeam
-from rlhf.models import actor_skeleton, critic_skeleton, load_reward_model, load_tokenizer
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.data.turns import treat_special_tokens
+from ratchet.rlhf.models import actor_skeleton, critic_skeleton, load_reward_model, load_tokenizer
+from ratchet.rlhf.rollout.rollout_team import RolloutTeam
 
 if TYPE_CHECKING:
-    from rlhf.engines.base import InferenceEngine, RolloutEngine
-    from rlhf.engines.model_engine import ModelEngine
-    from rlhf.engines.reward_engine import RewardEngine
+    from ratchet.rlhf.rollout.engine import RolloutEngine
+    from ratchet.rlhf.train.engine import InferenceEngine
+    from ratchet.rlhf.train.model_engine import ModelEngine
+    from ratchet.rlhf.train.reward_engine import RewardEngine
 
 
 class Engine(Protocol):
@@ -49,7 +50,7 @@ class Engines:
 
     def inference(self, role: str) -> InferenceEngine:
         """The engine of the actor, the critic or the reference, ready for inference."""
-        from rlhf.engines.model_engine import WithoutAdapters
+        from ratchet.rlhf.train.model_engine import WithoutAdapters
 
         if role == "reference" and self.owner(role) == "actor":
             return WithoutAdapters(self.model("actor"))
@@ -79,7 +80,7 @@ class Engines:
     def rollout(self, *, generates: bool = True) -> RolloutEngine:
         """The rollout engine, ready to generate, or without `generates` only for new weights. Where models take turns,
         all ranks of a rollout team call this before its first rank may call it alone."""
-        from rlhf.engines.build import rollout_engine
+        from ratchet.rlhf.rollout.build import rollout_engine
 
         owner = self.owner("rollout")
         with self.lock:
@@ -94,7 +95,7 @@ class Engines:
 
     def reward_model(self) -> RewardEngine:
         """The classifier of `reward.model`, ready to compute."""
-        from rlhf.engines.reward_engine import RewardEngine
+        from ratchet.rlhf.train.reward_engine import RewardEngine
 
         chosen = self.config.reward.model
         assert chosen is not None, "the config has a reward model"
@@ -142,7 +143,7 @@ class Engines:
         """Before the first model is loaded, check that vLLM fits beside those that will stay. Raises `UserError`."""
         import torch
 
-        from rlhf.engines import device_memory
+        from ratchet.rlhf.rollout import device_memory
 
         if self._has_checked_memory:
             return
@@ -174,7 +175,7 @@ class Engines:
         return trainer is not None and trainer.offload_when_idle
 
     def _build(self, role: str) -> ModelEngine:
-        from rlhf.engines.build import train_engine
+        from ratchet.rlhf.train.build import train_engine
 
         config, seed = self.config, self.config.run.seed
         if role == "critic":

@@ -6,16 +6,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
-from infra.store.records import Weights
-from infra.store.run_store import RunStore
-from infra.workers.calls import Pending, ShardKey
-from infra.workers.local import LocalGroup
-from infra.workers.rollouts import Generated
-from infra.workers.worker import Worker
-from rlhf.config import RunConfig
+from ratchet.infra.store.records import Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.calls import Pending, ShardKey
+from ratchet.infra.workers.local import LocalGroup
+from ratchet.infra.workers.rollouts import Generated
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.config import RunConfig
 
 if TYPE_CHECKING:
-    from infra.workers.ray_group import RayGroup
+    from ratchet.infra.workers.ray_group import RayGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -78,7 +78,7 @@ class WorkerGroups:
             if pool not in self._pools:
                 import torch
 
-                from infra.workers.ray_group import RayGroup
+                from ratchet.infra.workers.ray_group import RayGroup
 
                 threads = torch.get_num_threads()
                 self._pools[pool] = RayGroup(self.config, self.store.url, pool, threads, self.identity())

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Concatenate, ParamSpec, TypeVar
 
-from infra.store.records import Weights
-from infra.workers.calls import ShardKey
-from infra.workers.rollouts import Generated
-from infra.workers.worker import Worker
-from rlhf.engines.device_errors import out_of_memory
+from ratchet.infra.store.records import Weights
+from ratchet.infra.workers.calls import ShardKey
+from ratchet.infra.workers.rollouts import Generated
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.distributed.device_errors import out_of_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")

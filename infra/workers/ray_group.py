@@ -19,20 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from infra.progress import note
-from infra.store.log import Fenced
-from infra.store.object_store import ObjectStore
-from infra.store.records import Weights, sha256_of
-from infra.store.run_store import RunStore
-from infra.workers.calls import ShardKey
-from infra.workers.rollouts import Generated
-from infra.workers.worker import Worker, WrongPolicyVersion
-from rlhf.config import PoolConfig, RunConfig
-from rlhf.engines.device_errors import is_lost, out_of_memory
-from rlhf.errors import RatchetError, UserError, in_one_line
+from ratchet.infra.progress import note
+from ratchet.infra.store.log import Fenced
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import Weights, sha256_of
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.calls import ShardKey
+from ratchet.infra.workers.rollouts import Generated
+from ratchet.infra.workers.worker import Worker, WrongPolicyVersion
+from ratchet.rlhf.config import PoolConfig, RunConfig
+from ratchet.rlhf.distributed.device_errors import is_lost, out_of_memory
+from ratchet.rlhf.errors import RatchetError, UserError, in_one_line
 
 if TYPE_CHECKING:
-    from rlhf.engines.meeting import Meeting
+    from ratchet.rlhf.distributed.rendezvous import Meeting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,7 +82,7 @@ class RayWorker:
         """Open the ranks' meeting on this machine, where this process is rank 0; returns its URL."""
         import ray
 
-        from rlhf.engines.meeting import Meeting
+        from ratchet.rlhf.distributed.rendezvous import Meeting
 
         self.meeting = Meeting(ray.util.get_node_ip_address(), START_S)
         return self.meeting.url
@@ -95,7 +95,8 @@ class RayWorker:
 
     def join(self, rank: int, count: int, team_size: int, meeting: str, timeout_s: float) -> None:
         """Join the group of `count` ranks at the rendezvous, as this rank, and a rollout team; see `ranks.join`."""
-        from rlhf.engines import ranks, rollout_team
+        from ratchet.rlhf.distributed import ranks
+        from ratchet.rlhf.rollout import rollout_team
 
         if count > 1:
             ranks.join(rank, count, self.meeting or meeting, timeout_s)

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from infra.progress import note
-from rlhf.agents import load_agent
-from rlhf.agents.gateway import Gateway
-from rlhf.agents.programs import AgentCalls
-from rlhf.config import RunConfig
-from rlhf.data.experts import ExpertAnswers
-from rlhf.data.prompts import PromptDataset
-from rlhf.engines import event_loop
-from rlhf.environments import load_environment
-from rlhf.environments.calls import EnvironmentCalls, OnError
-from rlhf.environments.policy_tokenizer import policy_tokenizer
-from rlhf.rewards.pool import AnswerStore, RewardPool
+from ratchet.infra.progress import note
+from ratchet.rlhf import event_loop
+from ratchet.rlhf.agents import load_agent
+from ratchet.rlhf.agents.gateway import Gateway
+from ratchet.rlhf.agents.programs import AgentCalls
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.data.experts import ExpertAnswers
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.environments import load_environment
+from ratchet.rlhf.environments.calls import EnvironmentCalls, OnError
+from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
+from ratchet.rlhf.rewards.pool import AnswerStore, RewardPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from infra.store.records import Weights
-from infra.workers.calls import C, Context, RowsCall, S, ShardKey, ShardStart
+from ratchet.infra.store.records import Weights
+from ratchet.infra.workers.calls import C, Context, RowsCall, S, ShardKey, ShardStart
 
 if TYPE_CHECKING:
-    from rlhf.agents.sessions import Recorded, Recorder
-    from rlhf.engines.base import RolloutEngine
-    from rlhf.engines.generation import Generator, Rules
-    from rlhf.environments.dialogues import Dialogue
+    from ratchet.rlhf.agents.agent_loop import Generator, Rules
+    from ratchet.rlhf.agents.sessions import Recorded, Recorder
+    from ratchet.rlhf.environments.dialogues import Dialogue
+    from ratchet.rlhf.rollout.engine import RolloutEngine
 
 Generated = tuple[ShardKey, str]
 """A shard, and the id of one of its trajectories."""

@@ -21,14 +21,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.progress import note
-from infra.store.answers import Answers
-from infra.store.log import Corrupt, Fenced
-from infra.store.manifest import Checkpoint, File
-from infra.store.records import ObjectRef, ShardRef, Weights
-from infra.store.run_store import RunStore, is_call_file
-from infra.workers.call_log import CallLog, recorded_of
-from infra.workers.calls import (
+from ratchet.infra.progress import note
+from ratchet.infra.store.answers import Answers
+from ratchet.infra.store.log import Corrupt, Fenced
+from ratchet.infra.store.manifest import Checkpoint, File
+from ratchet.infra.store.records import ObjectRef, ShardRef, Weights
+from ratchet.infra.store.run_store import RunStore, is_call_file
+from ratchet.infra.workers.batching import Together
+from ratchet.infra.workers.call_log import CallLog, recorded_of
+from ratchet.infra.workers.calls import (
     Answer,
     C,
     Call,
@@ -44,29 +45,29 @@ from infra.workers.calls import (
     UpdateCall,
     Updated,
 )
-from infra.workers.checkpoints import stored_state
-from infra.workers.engines import Engines
-from infra.workers.resources import Resources
-from infra.workers.rollouts import Generated, Journaled, Rollouts, newest, of_this_release
-from infra.workers.together import Together
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import RunConfig
-from rlhf.data.prompts import encode
-from rlhf.engines import determinism, ranks
-from rlhf.engines.base import Sampling
-from rlhf.engines.host_buffers import release_memory
-from rlhf.errors import EngineLost, NotFinite
-from rlhf.models import load_actor
+from ratchet.infra.workers.checkpoints import stored_state
+from ratchet.infra.workers.engines import Engines
+from ratchet.infra.workers.resources import Resources
+from ratchet.infra.workers.rollouts import Generated, Journaled, Rollouts, newest, of_this_release
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.data.prompts import encode
+from ratchet.rlhf.distributed import determinism, ranks
+from ratchet.rlhf.distributed.host_buffers import release_memory
+from ratchet.rlhf.errors import EngineLost, NotFinite
+from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.rollout.engine import Sampling
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from rlhf.engines.base import InferenceEngine, RolloutEngine
-    from rlhf.engines.generation import Generator
-    from rlhf.engines.meeting import Meeting
-    from rlhf.engines.weight_link import WeightLink
-    from rlhf.environments.dialogues import Dialogue
+    from ratchet.rlhf.agents.agent_loop import Generator
+    from ratchet.rlhf.distributed.rendezvous import Meeting
+    from ratchet.rlhf.environments.dialogues import Dialogue
+    from ratchet.rlhf.rollout.engine import RolloutEngine
+    from ratchet.rlhf.train.engine import InferenceEngine
+    from ratchet.rlhf.weights.broadcast import WeightLink
 
 T = TypeVar("T")
 JOURNAL = pa.schema(
@@ -361,7 +362,7 @@ class Worker:
             raise WrongPolicyVersion(call.role)
 
     def _generator(self, engine: RolloutEngine) -> Generator:
-        from rlhf.engines.generation import Generator
+        from ratchet.rlhf.agents.agent_loop import Generator
 
         assert engine.in_batches == self.config.rollout.in_batches
         return Generator(engine, self.resources.tokenizer, interruptible=self.config.rollout.partial)
@@ -483,7 +484,7 @@ class Worker:
 
     def open_meeting(self) -> str:
         """Let rollouts of other processes connect to this worker; returns the URL. See `connect`."""
-        from rlhf.engines.meeting import Meeting
+        from ratchet.rlhf.distributed.rendezvous import Meeting
 
         self._meeting = Meeting(_own_address(), self._timeout_s("actor"))
         return self._meeting.url
@@ -499,7 +500,7 @@ class Worker:
         Returns:
             False if a member cannot be reached.
         """
-        from rlhf.engines.weight_link import SENDER, LinkLost, WeightLink
+        from ratchet.rlhf.weights.broadcast import SENDER, LinkLost, WeightLink
 
         if sends and ranks.rank() > 0:
             return True
@@ -526,7 +527,7 @@ class Worker:
         Returns:
             Bytes that were sent; None: the transfer failed, or the actor has other weights by now.
         """
-        from rlhf.engines.weight_link import LinkLost
+        from ratchet.rlhf.weights.broadcast import LinkLost
 
         link = None if self._link is None else self._link[1]
         try:
@@ -548,7 +549,7 @@ class Worker:
 
     def receive_weights(self, weights: Weights) -> bool:
         """Receive the rollout's weights over the link; False if the transfer failed."""
-        from rlhf.engines.weight_link import LinkLost
+        from ratchet.rlhf.weights.broadcast import LinkLost
 
         assert self._link is not None, "the caller has connected the workers"
         is_changed = False
@@ -575,7 +576,7 @@ class Worker:
         """Compare a server's log-probs with those of the actor, whose weights it has just loaded. Runs once."""
         if self._server_checked:
             return
-        from rlhf.engines.server_rollout import ServerRollout, check_log_probs
+        from ratchet.rlhf.rollout.server_engine import ServerRollout, check_log_probs
 
         assert isinstance(rollout, ServerRollout)
         data, rollout_config = self.config.data, self.config.rollout
@@ -620,7 +621,7 @@ class Worker:
             if stored is not None:
                 self._load_rollout(stored.tensors(), stored.file("adapter_config.json"))
             elif self.config.rollout.engine == "server":  # the server may hold other weights
-                from rlhf.models.hub_layout import hub_weights
+                from ratchet.rlhf.models.hub_layout import hub_weights
 
                 self._load_rollout(hub_weights(load_actor(self.config.model, self.config.run.seed)), None)
             else:
@@ -646,9 +647,9 @@ class Worker:
         if self.config.rollout.engine != "server" or self._server_checked:
             rollout.load_weights(tensors, adapter_config)
             return
-        from rlhf.engines.model_engine import copy_weights
-        from rlhf.engines.torch_engine import TorchEngine
-        from rlhf.models.hub_layout import hub_weights
+        from ratchet.rlhf.models.hub_layout import hub_weights
+        from ratchet.rlhf.train.model_engine import copy_weights
+        from ratchet.rlhf.train.torch_engine import TorchEngine
 
         # there is no actor here to compare the server's log-probs with, so load one
         model = load_actor(self.config.model, self.config.run.seed)

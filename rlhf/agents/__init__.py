@@ -12,9 +12,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf.environments import EnvironmentFailed
-from rlhf.errors import UserError
-from rlhf.named import load_named, source_of
+from ratchet.rlhf.environments import EnvironmentFailed
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.named import load_named, source_of
 
 KEY = "rollout.agent"
 BUILT_IN = ("verifiers", "gymnasium")
@@ -38,7 +38,7 @@ def load_agent(name: str) -> Program:
     Raises:
         UserError: there is no such function, or its module cannot be imported.
     """
-    program: Program = load_named(name, KEY, "rlhf.agents", ("run",), BUILT_IN)
+    program: Program = load_named(name, KEY, "ratchet.rlhf.agents", ("run",), BUILT_IN)
     return program
 
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from rlhf.data.formats import Message
-from rlhf.data.prompts import tokenize_start
-from rlhf.data.turns import text_ids, token_ids, write
-from rlhf.environments.dialogues import Dialogue, content_ids
+from ratchet.rlhf.data.formats import Message
+from ratchet.rlhf.data.prompts import tokenize_start
+from ratchet.rlhf.data.turns import text_ids, token_ids, write
+from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

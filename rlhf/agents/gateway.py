@@ -20,13 +20,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rlhf.agents import protocol
-from rlhf.agents.protocol import MODEL, ChatParameters, CompletionParameters, error_body, event
-from rlhf.agents.sessions import Answer, Asked, Refused
-from rlhf.errors import UserError
+from ratchet.rlhf.agents import protocol
+from ratchet.rlhf.agents.protocol import MODEL, ChatParameters, CompletionParameters, error_body, event
+from ratchet.rlhf.agents.sessions import Answer, Asked, Refused
+from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhf.agents.sessions import Policy
+    from ratchet.rlhf.agents.sessions import Policy
 
 LARGEST_BODY = 8 * 2**20
 """Bytes of a call; a body is read only if its key is right."""

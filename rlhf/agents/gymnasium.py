@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError
 
 KEY = "rollout.environment"
 PREFIX = "gymnasium:"

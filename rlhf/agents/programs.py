@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.agents import KEY, AgentFailed, Program
-from rlhf.agents.gateway import Gateway
-from rlhf.agents.protocol import MODEL
-from rlhf.agents.sessions import Limits, Policy, Recorded, Session
-from rlhf.data.prompts import structures
-from rlhf.engines import event_loop
-from rlhf.environments.calls import Raised, in_thread
-from rlhf.environments.dialogues import Dialogue, Result
-from rlhf.errors import raised
+from ratchet.rlhf import event_loop
+from ratchet.rlhf.agents import KEY, AgentFailed, Program
+from ratchet.rlhf.agents.gateway import Gateway
+from ratchet.rlhf.agents.protocol import MODEL
+from ratchet.rlhf.agents.sessions import Limits, Policy, Recorded, Session
+from ratchet.rlhf.data.prompts import structures
+from ratchet.rlhf.environments.calls import Raised, in_thread
+from ratchet.rlhf.environments.dialogues import Dialogue, Result
+from ratchet.rlhf.errors import raised
 
 if TYPE_CHECKING:
     pass

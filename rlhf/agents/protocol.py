@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rlhf.agents.conversations import Chat, Completion, Conversation
-from rlhf.agents.sessions import Answer, Asked, Refused
-from rlhf.engines.base import Sampling
+from ratchet.rlhf.agents.conversations import Chat, Completion, Conversation
+from ratchet.rlhf.agents.sessions import Answer, Asked, Refused
+from ratchet.rlhf.rollout.engine import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlhf.agents.gateway import Gateway
-from rlhf.agents.sessions import Answer, Asked, Limits, Policy, Recorded, Refused, Session
-from rlhf.engines.base import Request
-from rlhf.environments.calls import OnError
-from rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf.agents.gateway import Gateway
+from ratchet.rlhf.agents.sessions import Answer, Asked, Limits, Policy, Recorded, Refused, Session
+from ratchet.rlhf.environments.calls import OnError
+from ratchet.rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf.rollout.engine import Request
 
 if TYPE_CHECKING:
     pass

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlhf.agents.conversations import Branch, CannotRender, Continuation, Conversation
-from rlhf.data.prompts import BYTES_A_TOKEN
-from rlhf.data.responses import response_text
-from rlhf.engines.base import Chunk, Sampling
-from rlhf.environments.dialogues import Call, Dialogue
-from rlhf.environments.tools import MalformedCall, ToolCall, tool_calls
-from rlhf.schema import branch_id
+from ratchet.rlhf.agents.conversations import Branch, CannotRender, Continuation, Conversation
+from ratchet.rlhf.data.prompts import BYTES_A_TOKEN
+from ratchet.rlhf.data.responses import response_text
+from ratchet.rlhf.environments.dialogues import Call, Dialogue
+from ratchet.rlhf.environments.tools import MalformedCall, ToolCall, tool_calls
+from ratchet.rlhf.rollout.engine import Chunk, Sampling
+from ratchet.rlhf.schema import branch_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError
 
 KEY = "rollout.environment"
 PREFIX = "verifiers:"

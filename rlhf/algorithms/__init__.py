@@ -5,13 +5,13 @@ which stages an iteration runs), and calling it runs the computation. To add an 
 the union at the end of its module; no other code branches on an algorithm's name.
 """
 
-from rlhf.algorithms.advantages import GAE, GRPO, Advantage
-from rlhf.algorithms.distillation import Distillation
-from rlhf.algorithms.experts import LUFFY, Experts
-from rlhf.algorithms.kl import KLPenalty
-from rlhf.algorithms.policy_losses import PolicyLoss, PPOClip
-from rlhf.algorithms.reward_shaping import OverlongPenalty
-from rlhf.algorithms.rollout_correction import RolloutCorrection
+from ratchet.rlhf.algorithms.advantages import GAE, GRPO, Advantage
+from ratchet.rlhf.algorithms.distillation import Distillation
+from ratchet.rlhf.algorithms.experts import LUFFY, Experts
+from ratchet.rlhf.algorithms.kl import KLPenalty
+from ratchet.rlhf.algorithms.policy_losses import PolicyLoss, PPOClip
+from ratchet.rlhf.algorithms.reward_shaping import OverlongPenalty
+from ratchet.rlhf.algorithms.rollout_correction import RolloutCorrection
 
 __all__ = [
     "GAE",

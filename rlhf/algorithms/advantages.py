@@ -13,12 +13,12 @@ from typing import Annotated, ClassVar, Literal
 from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 
-from rlhf.algorithms.base import Algorithm
-from rlhf.algorithms.groups import Groups
-from rlhf.algorithms.masked import sequence_mean, sequence_sum, whiten
-from rlhf.algorithms.tensor import Tensor
-from rlhf.algorithms.turns import Turns
-from rlhf.errors import UserError
+from ratchet.rlhf.algorithms.base import Algorithm
+from ratchet.rlhf.algorithms.groups import Groups
+from ratchet.rlhf.algorithms.masked import sequence_mean, sequence_sum, whiten
+from ratchet.rlhf.algorithms.tensor import Tensor
+from ratchet.rlhf.algorithms.turns import Turns
+from ratchet.rlhf.errors import UserError
 
 Tokens = Float[Tensor, "batch response"]
 TokenNumbers = Int[Tensor, "batch response"]

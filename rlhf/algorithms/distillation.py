@@ -7,8 +7,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from pydantic import Field
 
-from rlhf.algorithms.base import Algorithm
-from rlhf.algorithms.tensor import Tensor
+from ratchet.rlhf.algorithms.base import Algorithm
+from ratchet.rlhf.algorithms.tensor import Tensor
 
 Tokens = Float[Tensor, "batch response"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Bool, Float, Int
 
-from rlhf.algorithms.tensor import Tensor
+from ratchet.rlhf.algorithms.tensor import Tensor
 
 
 class Groups:

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, get_args
 from jaxtyping import Float
 from pydantic import BeforeValidator, Field
 
-from rlhf.algorithms.base import Options
-from rlhf.algorithms.tensor import Tensor
+from ratchet.rlhf.algorithms.base import Options
+from ratchet.rlhf.algorithms.tensor import Tensor
 
 Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 

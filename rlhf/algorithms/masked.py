@@ -12,7 +12,7 @@ from typing import Literal
 
 from jaxtyping import Float, Num
 
-from rlhf.algorithms.tensor import Tensor
+from ratchet.rlhf.algorithms.tensor import Tensor
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 

@@ -13,11 +13,11 @@ from typing import Protocol
 from jaxtyping import Float
 from torch.nn.functional import logsigmoid
 
-from rlhf.algorithms import PolicyLoss
-from rlhf.algorithms.kl import Estimator, kl_divergence
-from rlhf.algorithms.masked import Aggregation, LossNormalizers, aggregate, masked_mean, sequence_sum
-from rlhf.algorithms.policy_losses import SelectingLoss
-from rlhf.algorithms.tensor import Tensor
+from ratchet.rlhf.algorithms import PolicyLoss
+from ratchet.rlhf.algorithms.kl import Estimator, kl_divergence
+from ratchet.rlhf.algorithms.masked import Aggregation, LossNormalizers, aggregate, masked_mean, sequence_sum
+from ratchet.rlhf.algorithms.policy_losses import SelectingLoss
+from ratchet.rlhf.algorithms.tensor import Tensor
 
 Tokens = Float[Tensor, "batch response"]
 Outputs = Mapping[str, Tokens]

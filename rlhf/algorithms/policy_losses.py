@@ -13,8 +13,8 @@ from typing import Annotated, ClassVar, Literal
 from jaxtyping import Bool, Float
 from pydantic import Field
 
-from rlhf.algorithms.base import Algorithm
-from rlhf.algorithms.masked import (
+from ratchet.rlhf.algorithms.base import Algorithm
+from ratchet.rlhf.algorithms.masked import (
     EPSILON,
     MAX_LOG_RATIO,
     Aggregation,
@@ -24,7 +24,7 @@ from rlhf.algorithms.masked import (
     sequence_mean,
     sequence_sum,
 )
-from rlhf.algorithms.tensor import Tensor
+from ratchet.rlhf.algorithms.tensor import Tensor
 
 Tokens = Float[Tensor, "batch response"]
 Flags = Bool[Tensor, "batch response"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from pydantic import Field
 
-from rlhf.algorithms.base import Options
-from rlhf.algorithms.tensor import Tensor
+from ratchet.rlhf.algorithms.base import Options
+from ratchet.rlhf.algorithms.tensor import Tensor
 
 
 class OverlongPenalty(Options):

@@ -13,10 +13,17 @@ from typing import Literal
 from jaxtyping import Float
 from pydantic import Field, model_validator
 
-from rlhf.algorithms.base import Options
-from rlhf.algorithms.masked import EPSILON, MAX_LOG_RATIO, LossNormalizers, masked_mean, sequence_mean, sequence_sum
-from rlhf.algorithms.tensor import Tensor
-from rlhf.metrics import Statistic
+from ratchet.rlhf.algorithms.base import Options
+from ratchet.rlhf.algorithms.masked import (
+    EPSILON,
+    MAX_LOG_RATIO,
+    LossNormalizers,
+    masked_mean,
+    sequence_mean,
+    sequence_sum,
+)
+from ratchet.rlhf.algorithms.tensor import Tensor
+from ratchet.rlhf.metrics import Statistic
 
 Tokens = Float[Tensor, "batch response"]
 

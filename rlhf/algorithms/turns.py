@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Float, Int, Num
 
-from rlhf.algorithms.tensor import Tensor
+from ratchet.rlhf.algorithms.tensor import Tensor
 
 
 class Turns:

@@ -1,9 +1,9 @@
 """The configuration: sections, whole runs, incompatible settings, and reading from YAML."""
 
-from rlhf.config.fitting import FitConfig, RewardTraining, SFTConfig
-from rlhf.config.reading import differences, keys, models_in, overridden, read_yaml, validated, yaml_text
-from rlhf.config.run import RunConfig, load_config, parse_config, stored_config
-from rlhf.config.sections import (
+from ratchet.rlhf.config.fine_tuning import FitConfig, RewardTraining, SFTConfig
+from ratchet.rlhf.config.reading import differences, keys, models_in, overridden, read_yaml, validated, yaml_text
+from ratchet.rlhf.config.run import RunConfig, load_config, parse_config, stored_config
+from ratchet.rlhf.config.sections import (
     OWN,
     ActorConfig,
     CheckpointConfig,

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.config.reading import yaml_text
-from rlhf.rewards import solved_score
+from ratchet.rlhf.config.reading import yaml_text
+from ratchet.rlhf.rewards import solved_score
 
 if TYPE_CHECKING:
-    from rlhf.config.run import RunConfig
-    from rlhf.config.sections import ModelConfig, ReplayConfig, TrainerConfig
+    from ratchet.rlhf.config.run import RunConfig
+    from ratchet.rlhf.config.sections import ModelConfig, ReplayConfig, TrainerConfig
 
 
 def _roles_are_placed(config: RunConfig) -> Iterator[str]:

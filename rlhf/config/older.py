@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from rlhf.config.rollouts import generates_stale, generates_with_other_rounding
+from ratchet.rlhf.config.rollouts import generates_stale, generates_with_other_rounding
 
 RENAMED = {
     "actor.by_turns": "actor.offload_when_idle",

@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rlhf.config.older import GONE, NEEDLESS, RENAMED, with_new_names
-from rlhf.errors import UserError
+from ratchet.rlhf.config.older import GONE, NEEDLESS, RENAMED, with_new_names
+from ratchet.rlhf.errors import UserError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -228,7 +228,7 @@ def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseMod
     """What is wrong and how to fix it, by key: an unknown section has a line for each key that another program has."""
     key = _key(problem["loc"], tree)
     if problem["type"] == "extra_forbidden" and key not in GONE and "rollout" in model.model_fields:
-        from rlhf.config.counterparts import SOURCES, answers  # only errors need the tables
+        from ratchet.rlhf.config.counterparts import SOURCES, answers  # only errors need the tables
 
         foreign = answers(key, problem["input"], tuple(model.model_fields), SOURCES)
         if foreign:

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from rlhf.config.incompatibilities import incompatible
-from rlhf.config.older import RENAMED, as_of_today, with_new_names
-from rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated
-from rlhf.config.rollouts import generates_stale, generates_with_other_rounding
-from rlhf.config.sections import (
+from ratchet.rlhf.config.incompatibilities import incompatible
+from ratchet.rlhf.config.older import RENAMED, as_of_today, with_new_names
+from ratchet.rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated
+from ratchet.rlhf.config.rollouts import generates_stale, generates_with_other_rounding
+from ratchet.rlhf.config.sections import (
     NULL_IS_OFF,
     ActorConfig,
     AlgorithmConfig,
@@ -34,7 +34,7 @@ from rlhf.config.sections import (
     TrainerConfig,
     ValidationConfig,
 )
-from rlhf.rewards import solved_score
+from ratchet.rlhf.rewards import solved_score
 
 ALLOW_INCOMPATIBLE = "anything fits"
 """Validation context in which incompatible combinations are accepted."""

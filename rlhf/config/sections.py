@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rlhf.algorithms import (
+from ratchet.rlhf.algorithms import (
     GAE,
     LUFFY,
     Advantage,
@@ -24,9 +24,9 @@ from rlhf.algorithms import (
     PPOClip,
     RolloutCorrection,
 )
-from rlhf.engines.kernels import Kernels
-from rlhf.engines.optimizers import AdamW, Optimizer
-from rlhf.rewards import JUDGE
+from ratchet.rlhf.algorithms.optimizers import AdamW, Optimizer
+from ratchet.rlhf.models.kernels import Kernels
+from ratchet.rlhf.rewards import JUDGE
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 T = TypeVar("T")

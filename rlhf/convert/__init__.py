@@ -1,5 +1,5 @@
 """Converts the settings of other programs into a config of ours."""
 
-from rlhf.convert.conversion import Conversion, convert
+from ratchet.rlhf.convert.conversion import Conversion, convert
 
 __all__ = ["Conversion", "convert"]

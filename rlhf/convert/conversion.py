@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.config import RunConfig, parse_config, yaml_text
-from rlhf.config.counterparts import Assumed, NoEqual, Settings, Value
-from rlhf.convert.reading import Given, read_settings
-from rlhf.errors import UserError, counted
+from ratchet.rlhf.config import RunConfig, parse_config, yaml_text
+from ratchet.rlhf.config.counterparts import Assumed, NoEqual, Settings, Value
+from ratchet.rlhf.convert.reading import Given, read_settings
+from ratchet.rlhf.errors import UserError, counted
 
 WIDTH = 120
 
@@ -151,7 +151,7 @@ DEFAULTS = parse_config({"model": {"path": "model"}, "data": {"train": "prompts"
 
 
 def _rows(names: Sequence[str]) -> int | None:
-    from rlhf.data.files import count
+    from ratchet.rlhf.data.files import count
 
     try:
         return sum(count(name) for name in names) if names else None

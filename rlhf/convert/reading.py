@@ -10,12 +10,12 @@ from pathlib import Path
 
 import yaml
 
-from rlhf.config import read_yaml, yaml_text
-from rlhf.config.counterparts import SOURCES, Source, Value
-from rlhf.config.published import SECRET
-from rlhf.config.reading import plain_value
-from rlhf.convert.shell import launches, read_script
-from rlhf.errors import UserError
+from ratchet.rlhf.config import read_yaml, yaml_text
+from ratchet.rlhf.config.counterparts import SOURCES, Source, Value
+from ratchet.rlhf.config.published import SECRET
+from ratchet.rlhf.config.reading import plain_value
+from ratchet.rlhf.convert.shell import launches, read_script
+from ratchet.rlhf.errors import UserError
 
 STARTS = {"verl": ("verl", "dapo", "ppo"), "trl": ("trl", ".py"), "openrlhf": ("openrlhf",)}
 """Parts of the names of modules and files that start each program."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from tree_sitter import Node

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf.errors import UserError, in_one_line
-from rlhf.rewards.math import boxed
+from ratchet.rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.rewards.math import boxed
 
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 """Type of a column of messages."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlhf import seeding
+from ratchet.rlhf import seeding
 
 BLOCK = 1000
 """Draws in which each file of a mixture has exactly its share, in random order."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf.batch import TrajectoryBatch
-from rlhf.data.files import read
-from rlhf.data.formats import Messages, messages_of, with_system
-from rlhf.data.prompts import Prompt, beginning, end_of_turn, tokenize_prompt, with_response
-from rlhf.data.turns import token_ids
-from rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.data.files import read
+from ratchet.rlhf.data.formats import Messages, messages_of, with_system
+from ratchet.rlhf.data.prompts import Prompt, beginning, end_of_turn, tokenize_prompt, with_response
+from ratchet.rlhf.data.turns import token_ids
+from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from rlhf.data import files
-from rlhf.data.examples import example_of
-from rlhf.data.folders import data_files
-from rlhf.data.formats import Messages
-from rlhf.data.prompts import Prompt, PromptDataset, end_of_turn
-from rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.data import files
+from ratchet.rlhf.data.examples import example_of
+from ratchet.rlhf.data.folders import data_files
+from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.prompts import Prompt, PromptDataset, end_of_turn
+from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

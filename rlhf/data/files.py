@@ -21,9 +21,9 @@ from io import BufferedReader, BytesIO, TextIOWrapper
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlhf.data.folders import ENDINGS, data_files, unread
-from rlhf.data.formats import without_nulls
-from rlhf.errors import RatchetError, UserError, in_one_line
+from ratchet.rlhf.data.folders import ENDINGS, data_files, unread
+from ratchet.rlhf.data.formats import without_nulls
+from ratchet.rlhf.errors import RatchetError, UserError, in_one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa

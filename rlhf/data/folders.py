@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.errors import UserError, in_one_line
 
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".arrow")
 FORMATS = "Parquet (.parquet), Arrow (.arrow), JSON (.jsonl, .json) and CSV (.csv, .tsv), the last two perhaps with .gz"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.errors import UserError, in_one_line
 
 
 class Message(TypedDict):

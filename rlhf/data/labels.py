@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf.data.files import read
-from rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.data.files import read
+from ratchet.rlhf.errors import UserError, in_one_line
 
 Preferred = Literal["a", "b", "tie"]
 MEANS: Mapping[str, Preferred] = {"a": "a", "b": "b", "tie": "tie", "left": "a", "right": "b"}

@@ -1,7 +1,7 @@
 """Prompt datasets: files of prompts, tokenization, and the prompts that an iteration draws.
 
 Rows are ``data_source, prompt [{role, content}], ability, reward_model {style, ground_truth}, extra_info`` as in verl,
-or have another layout of `rlhf.data.formats`.
+or have another layout of `ratchet.rlhf.data.formats`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-from rlhf.data import drawing, files
-from rlhf.data.drawing import Drawn
-from rlhf.data.folders import data_files, name_of
-from rlhf.data.formats import Messages, question_of, text_of, truth_of
-from rlhf.data.turns import Rendered, token_ids, write
-from rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.data import drawing, files
+from ratchet.rlhf.data.drawing import Drawn
+from ratchet.rlhf.data.folders import data_files, name_of
+from ratchet.rlhf.data.formats import Messages, question_of, text_of, truth_of
+from ratchet.rlhf.data.turns import Rendered, token_ids, write
+from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,7 +107,7 @@ TEMPLATE = 128
 
 
 class PromptDataset:
-    """The prompts of some files, in order. They are read when they are asked for; see `rlhf.data.files`."""
+    """The prompts of some files, in order. They are read when they are asked for; see `ratchet.rlhf.data.files`."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         """Index the files.

@@ -11,7 +11,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from rlhf.data.prompts import end_of_turn
+from ratchet.rlhf.data.prompts import end_of_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

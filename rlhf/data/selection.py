@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError
 
 
 class Kind(StrEnum):

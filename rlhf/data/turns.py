@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf.config.sections import SpecialTokens
+    from ratchet.rlhf.config.sections import SpecialTokens
 
 T = TypeVar("T")
 Span = tuple[int, int]

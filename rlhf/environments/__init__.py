@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlhf.data.formats import Messages
-from rlhf.errors import RatchetError, UserError
-from rlhf.named import load_named, source_of
+from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.errors import RatchetError, UserError
+from ratchet.rlhf.named import load_named, source_of
 
 BUILT_IN = ("calculator", "tools")
 KEY = "rollout.environment"
@@ -76,7 +76,7 @@ def load_environment(name: str) -> Callable[..., Environment]:
         UserError: there is no such class, or its module cannot be imported.
     """
     environment_class: Callable[..., Environment] = load_named(
-        name, KEY, "rlhf.environments", ("Environment",), BUILT_IN
+        name, KEY, "ratchet.rlhf.environments", ("Environment",), BUILT_IN
     )
     return environment_class
 

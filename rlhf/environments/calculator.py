@@ -10,9 +10,9 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from rlhf.data.formats import Messages
-from rlhf.environments import Observation
-from rlhf.rewards.countdown import Malformed, evaluate, parse
+from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.environments import Observation
+from ratchet.rlhf.rewards.countdown import Malformed, evaluate, parse
 
 OPEN, CLOSE = "<tool>", "</tool>"
 

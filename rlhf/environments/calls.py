@@ -11,18 +11,18 @@ from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.data.prompts import structures
-from rlhf.data.responses import response_text
-from rlhf.environments import KEY, Environment, EnvironmentFailed, Observation, load_environment
-from rlhf.environments.dialogues import Beginning
-from rlhf.errors import raised
+from ratchet.rlhf.data.prompts import structures
+from ratchet.rlhf.data.responses import response_text
+from ratchet.rlhf.environments import KEY, Environment, EnvironmentFailed, Observation, load_environment
+from ratchet.rlhf.environments.dialogues import Beginning
+from ratchet.rlhf.errors import raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf.config.sections import EnvironmentConfig
-    from rlhf.data.prompts import Prompt
-    from rlhf.environments.dialogues import Dialogue
+    from ratchet.rlhf.config.sections import EnvironmentConfig
+    from ratchet.rlhf.data.prompts import Prompt
+    from ratchet.rlhf.environments.dialogues import Dialogue
 
 
 OnError = Literal["retry", "drop", "fail"]

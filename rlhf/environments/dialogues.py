@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.data.formats import Messages
-from rlhf.data.responses import response_text
-from rlhf.data.turns import text_ids, token_ids, write
-from rlhf.engines.base import Chunk, Request, Sampling
-from rlhf.environments import KEY
-from rlhf.errors import UserError
+from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.responses import response_text
+from ratchet.rlhf.data.turns import text_ids, token_ids, write
+from ratchet.rlhf.environments import KEY
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rollout.engine import Chunk, Request, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -213,7 +213,7 @@ class Dialogue:
 
 
 def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize an observation that follows a turn of the policy; see `rlhf.data.turns`.
+    """Tokenize an observation that follows a turn of the policy; see `ratchet.rlhf.data.turns`.
 
     Args:
         content: a text, which is tokenized unchanged, or messages, which the chat template renders after a message of

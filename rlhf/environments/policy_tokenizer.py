@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf.data.turns import treat_special_tokens
-from rlhf.environments import load_environment
-from rlhf.errors import UserError
-from rlhf.models import load_tokenizer
+from ratchet.rlhf.data.turns import treat_special_tokens
+from ratchet.rlhf.environments import load_environment
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf.config.sections import EnvironmentConfig, ModelConfig, SpecialTokens
+    from ratchet.rlhf.config.sections import EnvironmentConfig, ModelConfig, SpecialTokens
 
 
 def policy_tokenizer(

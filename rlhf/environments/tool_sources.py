@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeVar
 
-from rlhf.errors import UserError, raised
-from rlhf.named import load_named, source_of
+from ratchet.rlhf.errors import UserError, raised
+from ratchet.rlhf.named import load_named, source_of
 
 T = TypeVar("T")
 FUNCTIONS_KEY, MCP_KEY = "rollout.tools", "rollout.mcp"

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from rlhf.data.formats import Message, Messages
-from rlhf.environments import Observation
-from rlhf.environments.tool_sources import CallFailed, Tool, ToolFailed, tools_of
+from ratchet.rlhf.data.formats import Message, Messages
+from ratchet.rlhf.environments import Observation
+from ratchet.rlhf.environments.tool_sources import CallFailed, Tool, ToolFailed, tools_of
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

@@ -11,17 +11,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.data.prompts import beginning, end_of_turn
-from rlhf.data.responses import end_with
-from rlhf.errors import UserError
-from rlhf.models import lora
-from rlhf.models.custom_code import code_files
+from ratchet.rlhf.data.prompts import beginning, end_of_turn
+from ratchet.rlhf.data.responses import end_with
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import lora
+from ratchet.rlhf.models.custom_code import code_files
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlhf.config import ModelConfig, RewardModelConfig
-    from rlhf.models.skeleton import Skeleton
+    from ratchet.rlhf.config import ModelConfig, RewardModelConfig
+    from ratchet.rlhf.models.skeleton import Skeleton
 
 WEIGHTS = ("*.safetensors", "config.json", "*.safetensors.index.json")
 NAMED = 3
@@ -215,7 +215,7 @@ def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None
     they are installed."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
-    from rlhf.engines.kernels import check_liger
+    from ratchet.rlhf.models.kernels import check_liger
 
     known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING
     auto_class = "AutoModelForTokenClassification" if is_critic else "AutoModelForCausalLM"
@@ -439,8 +439,8 @@ def load_scorer(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
 def _with_head(auto_class: Any, model: ModelConfig, seed: int, purpose: str) -> Skeleton:
     import torch
 
-    from rlhf.engines.stored_state import Held
-    from rlhf.models.skeleton import Skeleton
+    from ratchet.rlhf.models.skeleton import Skeleton
+    from ratchet.rlhf.weights.stored_state import Held
 
     skeleton, missing = _skeleton(auto_class, model, dtype="float32", num_labels=1)
     unknown = [name for name in missing if not name.startswith(("score.", "classifier."))]
@@ -458,7 +458,7 @@ def _with_head(auto_class: Any, model: ModelConfig, seed: int, purpose: str) -> 
 
 def _adapted(skeleton: Skeleton, model: ModelConfig, seed: int) -> Skeleton:
     """Add adapters, if the config has any."""
-    from rlhf.models.skeleton import extended
+    from ratchet.rlhf.models.skeleton import extended
 
     settings = model.lora
     if settings is None:
@@ -510,7 +510,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     """Write a Hugging Face model folder, with adapters merged into the weights."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    from rlhf.engines.weight_files import as_umask_says, save_file
+    from ratchet.rlhf.weights.weight_files import as_umask_says, save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     if not lora.has(model):
@@ -542,7 +542,7 @@ def _skeleton(
     import torch
     from transformers.utils import logging
 
-    from rlhf.models.skeleton import Skeleton, Unreadable, folder_state, say_whole, sources, without_memory
+    from ratchet.rlhf.models.skeleton import Skeleton, Unreadable, folder_state, say_whole, sources, without_memory
 
     folder = model_folder(model)
     logging.set_verbosity_error()  # transformers would warn about a critic's new head

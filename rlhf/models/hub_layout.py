@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf.errors import UserError
-from rlhf.models import lora
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import lora
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

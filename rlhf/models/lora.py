@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rlhf import seeding
-from rlhf.errors import UserError
+from ratchet.rlhf import seeding
+from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rlhf.config import LoRAConfig
+    from ratchet.rlhf.config import LoRAConfig
 
 ADAPTER = "default"
 HEADS = ("score", "classifier")
@@ -85,7 +85,7 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
 
 def _expert_matrices(model: PreTrainedModel) -> set[str]:
     """The names that matrices of experts have in files: ``gate_proj``, ``w1``."""
-    from rlhf.models.hub_layout import hub_layout
+    from ratchet.rlhf.models.hub_layout import hub_layout
 
     return {tensor.name.split(".")[-2] for hub in hub_layout(model).values() if len(hub) > 1 for tensor in hub}
 

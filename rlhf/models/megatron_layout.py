@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from rlhf.engines.parts import Part
-from rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.weights.tensor_shards import Part
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
 
-from rlhf.engines.segments import Segments
-from rlhf.models.megatron_layout import Place
+from ratchet.rlhf.models.megatron_layout import Place
+from ratchet.rlhf.models.segments import Segments
 
 if TYPE_CHECKING:
     from torch import Tensor

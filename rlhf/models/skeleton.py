@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf.engines.parts import Part
-from rlhf.engines.stored_state import Held, StoredState, StoredTensor
-from rlhf.errors import UserError
-from rlhf.models.hub_layout import hub_layout
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.hub_layout import hub_layout
+from ratchet.rlhf.weights.stored_state import Held, StoredState, StoredTensor
+from ratchet.rlhf.weights.tensor_shards import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rlhf.engines.stored_state import Stored
+    from ratchet.rlhf.weights.stored_state import Stored
 
 
 @dataclass(frozen=True)

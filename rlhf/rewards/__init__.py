@@ -12,14 +12,23 @@ from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, get_type_hints
 
-from rlhf.errors import UserError
-from rlhf.named import load_named, source_of
-from rlhf.rewards import auto
-from rlhf.rewards.functions import KEY, Metadata, Outcome, Reward, RewardFailed, RewardFunction, Score, Trajectory
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.named import load_named, source_of
+from ratchet.rlhf.rewards import auto
+from ratchet.rlhf.rewards.functions import (
+    KEY,
+    Metadata,
+    Outcome,
+    Reward,
+    RewardFailed,
+    RewardFunction,
+    Score,
+    Trajectory,
+)
 
 if TYPE_CHECKING:
-    from rlhf.config.sections import JudgeConfig, RewardConfig
-    from rlhf.data.prompts import Prompt
+    from ratchet.rlhf.config.sections import JudgeConfig, RewardConfig
+    from ratchet.rlhf.data.prompts import Prompt
 
 __all__ = [
     "BUILT_IN",
@@ -74,7 +83,9 @@ def load_reward(name: str) -> RewardFunction:
     Raises:
         UserError: there is no such function, or its module cannot be imported.
     """
-    function: RewardFunction = load_named(name, KEY, "rlhf.rewards", ("compute_score", "compute_scores"), BUILT_IN)
+    function: RewardFunction = load_named(
+        name, KEY, "ratchet.rlhf.rewards", ("compute_score", "compute_scores"), BUILT_IN
+    )
     return function
 
 
@@ -85,14 +96,14 @@ def can_be_right(names: Collection[str], prompt: Prompt) -> bool:
         names: functions in `reward.function`; only built-ins that compare look at the truth.
         prompt: the prompt, with its ground truth.
     """
-    from rlhf.data.prompts import structures
+    from ratchet.rlhf.data.prompts import structures
 
     for name in names:
         built_in = auto.reward_of(prompt.data_source, prompt.style) if name == "auto" else name
         if built_in in ("code", "gsm8k", "math"):
             truth, _ = structures(prompt.ground_truth, prompt.ground_truth_is_json, "{}")
             try:
-                import_module(f"rlhf.rewards.{built_in}").check_truth(truth)
+                import_module(f"ratchet.rlhf.rewards.{built_in}").check_truth(truth)
             except ValueError:
                 return False
     return True
@@ -111,7 +122,7 @@ def check_rewards(config: RewardConfig, greedy: str | None = None) -> None:
     """
     from pydantic import TypeAdapter, ValidationError  # imported here: the reward processes do not need pydantic
 
-    from rlhf.rewards import code
+    from ratchet.rlhf.rewards import code
 
     for name in config.functions:
         function, chosen = load_reward(name), config.options.get(name, {})
@@ -122,7 +133,7 @@ def check_rewards(config: RewardConfig, greedy: str | None = None) -> None:
         reward = Reward(name, function, chosen)
         try:
             reward.check()
-            if function.__module__ in (f"rlhf.rewards.{built_in}" for built_in in BUILT_IN):
+            if function.__module__ in (f"ratchet.rlhf.rewards.{built_in}" for built_in in BUILT_IN):
                 hints = get_type_hints(function)
                 for option, value in chosen.items():
                     TypeAdapter(hints[option]).validate_python(value)

@@ -43,6 +43,6 @@ def compute_score(
     if (problem := problem_of(data_source, style)) is not None:
         raise ValueError(problem)
     name = reward_of(data_source, style)
-    module = importlib.import_module(f"rlhf.rewards.{name}")
+    module = importlib.import_module(f"ratchet.rlhf.rewards.{name}")
     begun = {} if name == "countdown" else {"prompt_tail": prompt_tail}  # no template opens its <answer>
     return module.compute_score(data_source, solution_str, ground_truth, extra_info, **begun)

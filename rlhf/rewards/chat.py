@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from rlhf.rewards.functions import RewardFailed
+from ratchet.rlhf.rewards.functions import RewardFailed
 
 T = TypeVar("T")
 Message = dict[str, str]

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhf.errors import RatchetError
-from rlhf.rewards import JUDGE, load_reward
-from rlhf.rewards.functions import (
+from ratchet.rlhf.errors import RatchetError
+from ratchet.rlhf.rewards import JUDGE, load_reward
+from ratchet.rlhf.rewards.functions import (
     FAILURES,
     Outcome,
     Reward,
@@ -87,7 +87,7 @@ def _load(name: str, options: Mapping[str, Any], task: Mapping[str, Any], answer
     function = load_reward(name)
     if name != JUDGE:
         return Reward(name, function, options)
-    from rlhf.rewards.chat import Chat  # imported here: other rewards start faster without it
+    from ratchet.rlhf.rewards.chat import Chat  # imported here: other rewards start faster without it
 
     how = {name: options[name] for name in ("mode", "rubric")}
     server = {name: value for name, value in options.items() if name not in how}

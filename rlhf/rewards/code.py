@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf import child_processes
-from rlhf.errors import UserError
-from rlhf.rewards.functions import continued
+from ratchet.rlhf import child_processes
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rewards.functions import continued
 
 MAX_OUTPUT = 1 << 20
 MAX_PROGRAM = 1 << 16

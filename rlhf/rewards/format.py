@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.rewards.functions import continued
+from ratchet.rlhf.rewards.functions import continued
 
 
 def compute_score(

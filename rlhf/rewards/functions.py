@@ -21,8 +21,8 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, SupportsFloat, TypedDict
 
-from rlhf.data.formats import Messages
-from rlhf.errors import NotFinite, RatchetError, UserError, raised
+from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.errors import NotFinite, RatchetError, UserError, raised
 
 RewardFunction = Callable[..., object]
 

@@ -8,7 +8,7 @@ import re
 from decimal import Decimal
 from typing import Any, Literal
 
-from rlhf.rewards.functions import continued
+from ratchet.rlhf.rewards.functions import continued
 
 TAIL = 2_000
 """Characters of the response that are read, from its end."""

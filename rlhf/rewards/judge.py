@@ -13,9 +13,9 @@ from hashlib import sha256
 from itertools import permutations
 from typing import Any, Literal
 
-from rlhf.data.formats import Messages, text_of
-from rlhf.rewards.chat import Chat
-from rlhf.rewards.functions import Trajectory
+from ratchet.rlhf.data.formats import Messages, text_of
+from ratchet.rlhf.rewards.chat import Chat
+from ratchet.rlhf.rewards.functions import Trajectory
 
 MATERIAL = """
 

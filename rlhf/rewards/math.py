@@ -10,8 +10,8 @@ import re
 from math import inf, log2
 from typing import Any
 
-from rlhf.rewards.functions import continued
-from rlhf.rewards.gsm8k import NUMBER
+from ratchet.rlhf.rewards.functions import continued
+from ratchet.rlhf.rewards.gsm8k import NUMBER
 
 TAIL = 1_000
 """Characters of the response that are read, from its end."""

@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import psutil
 
-from rlhf import child_processes
-from rlhf.data.prompts import structures
-from rlhf.errors import NotFinite, RatchetError
-from rlhf.rewards import BUILT_IN, COMPARING, JUDGE, auto, can_be_right
-from rlhf.rewards.functions import (
+from ratchet.rlhf import child_processes
+from ratchet.rlhf.data.prompts import structures
+from ratchet.rlhf.errors import NotFinite, RatchetError
+from ratchet.rlhf.rewards import BUILT_IN, COMPARING, JUDGE, auto, can_be_right
+from ratchet.rlhf.rewards.functions import (
     FAILURES,
     KEY,
     NotApplicable,
@@ -49,8 +49,8 @@ from rlhf.rewards.functions import (
 )
 
 if TYPE_CHECKING:
-    from rlhf.config.sections import RewardConfig
-    from rlhf.data.prompts import Prompt
+    from ratchet.rlhf.config.sections import RewardConfig
+    from ratchet.rlhf.data.prompts import Prompt
 
 START_S = 300.0
 """Time limit of starting a child, including the imports of the reward."""
@@ -436,7 +436,7 @@ def _right_answers(
         built_in = auto.reward_of(prompt.data_source, prompt.style) if name == "auto" else name
         if built_in not in ("format", "gsm8k", "math") or not can_be_right(reward.functions, prompt):
             continue
-        text = import_module(f"rlhf.rewards.{built_in}").right_answer(truth, **reward.options.get(name, {}))
+        text = import_module(f"ratchet.rlhf.rewards.{built_in}").right_answer(truth, **reward.options.get(name, {}))
         end = write(prompt, "").prompt_tail.rstrip()
         begun = next((length for length in range(len(text), 1, -1) if end.endswith(text[:length])), 0)
         yield name, write(prompt, text[begun:]).text
@@ -604,7 +604,7 @@ class _Child:
     def _start(self) -> None:
         self.pipe, child_end = Pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf.rewards.child", str(child_end.fileno()), str(os.getpid())],
+            [sys.executable, "-m", "ratchet.rlhf.rewards.child", str(child_end.fileno()), str(os.getpid())],
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

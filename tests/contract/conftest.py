@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import ModelConfig
-from rlhf.models import load_actor, load_critic
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.models import load_actor, load_critic
 from tests.tiny import model_folder, moe_folder
 
 

@@ -17,18 +17,18 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf.algorithms.objectives import SupervisedObjective
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import ModelConfig
-from rlhf.engines.base import OptimizerPlan
-from rlhf.engines.deepspeed_engine import DeepSpeedEngine
-from rlhf.engines.fsdp_engine import FSDPEngine
-from rlhf.engines.optimizers import AdamW
-from rlhf.engines.parts import AT_ONCE
-from rlhf.engines.stored_state import StoredState, StoredTensor
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import actor_skeleton
-from rlhf.models.skeleton import Skeleton
+from ratchet.rlhf.algorithms.objectives import SupervisedObjective
+from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.models import actor_skeleton
+from ratchet.rlhf.models.skeleton import Skeleton
+from ratchet.rlhf.train.deepspeed_engine import DeepSpeedEngine
+from ratchet.rlhf.train.engine import OptimizerPlan
+from ratchet.rlhf.train.fsdp_engine import FSDPEngine
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from ratchet.rlhf.weights.stored_state import StoredState, StoredTensor
+from ratchet.rlhf.weights.tensor_shards import AT_ONCE
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -134,7 +134,7 @@ def by_ranks(count: int, folder: Path, function: Callable[..., Seen], *arguments
 
 
 def start_export_resume(folder: Path, checkpoint: Path) -> Seen:
-    from rlhf.engines import ranks
+    from ratchet.rlhf.distributed import ranks
 
     read = {"start": 0, "resume": 0}
     tiny = FSDPEngine(tiny_model(), "policy")

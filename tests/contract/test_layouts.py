@@ -25,14 +25,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import ModelConfig, RewardModelConfig
-from rlhf.engines.base import OptimizerPlan, TrainEngine
-from rlhf.engines.model_engine import ModelEngine
-from rlhf.engines.reward_engine import RewardEngine
-from rlhf.engines.stored_state import StoredState
-from rlhf.errors import NotFinite, UserError
-from rlhf.models import load_actor, load_reward_model, load_tokenizer
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import ModelConfig, RewardModelConfig
+from ratchet.rlhf.errors import NotFinite, UserError
+from ratchet.rlhf.models import load_actor, load_reward_model, load_tokenizer
+from ratchet.rlhf.train.engine import OptimizerPlan, TrainEngine
+from ratchet.rlhf.train.model_engine import ModelEngine
+from ratchet.rlhf.train.reward_engine import RewardEngine
+from ratchet.rlhf.weights.stored_state import StoredState
 from tests import tiny
 from tests.contract.test_train_engines import (
     ENGINES,
@@ -132,7 +132,7 @@ def run_spoiled(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> 
     engine = kind.build(**options)
     before, digest = engine.state(), engine.digest()
     gathered: dict[str, bytes] = {}
-    from rlhf.engines import ranks
+    from ratchet.rlhf.distributed import ranks
 
     for part in ranks.gathered(before):
         gathered |= part
@@ -348,7 +348,7 @@ def run_follow(kind: Kind, batch: TrajectoryBatch, dtype: str) -> tuple[dict[str
     follower.follow(actor, 0.25)
     between = weights(follower)
     gathered: dict[str, bytes] = {}
-    from rlhf.engines import ranks
+    from ratchet.rlhf.distributed import ranks
 
     for part in ranks.gathered(follower.state()):
         gathered |= part
@@ -500,7 +500,7 @@ def test_what_is_summed_once_per_mini_batch(
 
 def run_aborted(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> dict[str, Any]:
     """Learn something else first, and forget it: by an update that succeeds, and by one that does not."""
-    from rlhf.engines import ranks
+    from ratchet.rlhf.distributed import ranks
 
     engine = kind.build(**options)
     files: Files = {}
@@ -694,7 +694,7 @@ def assert_split_as_one(kind: Kind, options: dict[str, Any], batch: TrajectoryBa
 
 def run_in_pieces(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> dict[str, Any]:
     """Logits of two tokens at once: ranks have other numbers of pieces."""
-    from rlhf.engines import token_outputs
+    from ratchet.rlhf.models import token_outputs
 
     before = token_outputs.LOGITS_BYTES
     token_outputs.LOGITS_BYTES = 2 * 4 * 78

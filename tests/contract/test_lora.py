@@ -12,12 +12,12 @@ from peft import PeftModel
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import LoRAConfig, ModelConfig
-from rlhf.engines.model_engine import ModelEngine, WithoutAdapters, copy_weights
-from rlhf.engines.stored_state import StoredState
-from rlhf.errors import UserError
-from rlhf.models import load_actor, load_critic, save
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import LoRAConfig, ModelConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import load_actor, load_critic, save
+from ratchet.rlhf.train.model_engine import ModelEngine, WithoutAdapters, copy_weights
+from ratchet.rlhf.weights.stored_state import StoredState
 from tests.contract.test_layouts import DEALT, Files, ranks
 from tests.contract.test_train_engines import (
     ENGINES,

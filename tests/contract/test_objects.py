@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from s3fs import S3FileSystem
 
-from infra.runs import check_store
-from infra.store.object_store import FsspecBackend, LocalBackend, ObjectStore, StoreUnavailable
-from infra.store.records import Claim
-from infra.store.run_store import RunStore
-from rlhf.errors import UserError
+from ratchet.infra.runs.run import check_store
+from ratchet.infra.store.object_store import FsspecBackend, LocalBackend, ObjectStore, StoreUnavailable
+from ratchet.infra.store.records import Claim
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.extras import needs
 from tests.simulated import Clock, Memory
@@ -134,7 +134,7 @@ def test_a_probe_that_was_killed_is_deleted_after_an_hour(url: str, monkeypatch:
     assert left and objects.list("") == [], "it is no part of the run"
     objects.delete_leftovers()
     assert temporary.list("") == left, "somebody may be at it"
-    monkeypatch.setattr("infra.store.object_store.LEFTOVERS_S", -5.0)
+    monkeypatch.setattr("ratchet.infra.store.object_store.LEFTOVERS_S", -5.0)
     objects.delete_leftovers()
     assert temporary.list("") == []
 
@@ -148,7 +148,7 @@ class Overwriting(Memory):
 
 
 def test_a_store_without_create_if_absent_is_refused(tmp_path: Path) -> None:
-    from infra.execution.claims import begin
+    from ratchet.infra.execution.claims import begin
 
     objects = ObjectStore("overwriting://", Overwriting())
     assert not objects.honours_create()
@@ -264,7 +264,7 @@ def test_a_failing_disk_leaves_nothing_behind(
 
 def test_a_writer_killed_halfway_leaves_no_half_object(folder: Path) -> None:
     kill = (
-        "import os, sys; from infra.store.object_store import LocalBackend; os.fsync = lambda handle: os._exit(9)\n"
+        "import os, sys; from ratchet.infra.store.object_store import LocalBackend; os.fsync = lambda handle: os._exit(9)\n"
         "getattr(LocalBackend(sys.argv[1]), sys.argv[2])('key', b'x' * 100_000)"
     )
     folder.mkdir()

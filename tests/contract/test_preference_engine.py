@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlhf.algorithms.masked import LossNormalizers
-from rlhf.algorithms.objectives import PreferenceObjective
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import ModelConfig
-from rlhf.engines.base import OptimizerPlan
-from rlhf.engines.optimizers import AdamW
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import load_scorer
+from ratchet.rlhf.algorithms.masked import LossNormalizers
+from ratchet.rlhf.algorithms.objectives import PreferenceObjective
+from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.models import load_scorer
+from ratchet.rlhf.train.engine import OptimizerPlan
+from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests import tiny
 
 PLAN = OptimizerPlan(

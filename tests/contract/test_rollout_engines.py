@@ -38,22 +38,24 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from infra.execution.driver import check_inputs
-from rlhf.algorithms.objectives import SupervisedObjective
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import ModelConfig
-from rlhf.engines import event_loop, weight_transfer
-from rlhf.engines.base import Chunk, Generation, OptimizerPlan, Request, RolloutEngine, Sampling, joined
-from rlhf.engines.generation import Generator, Rules
-from rlhf.engines.hf_rollout import HFRollout
-from rlhf.engines.model_engine import copy_weights
-from rlhf.engines.optimizers import AdamW
-from rlhf.engines.server_rollout import ServerRollout
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.engines.vllm_rollout import VLLMRollout
-from rlhf.environments.dialogues import Dialogue
-from rlhf.errors import EngineLost, UserError
-from rlhf.models import load_actor, load_tokenizer
+from ratchet.infra.execution.driver import check_inputs
+from ratchet.rlhf import event_loop
+from ratchet.rlhf.agents.agent_loop import Generator, Rules
+from ratchet.rlhf.algorithms.objectives import SupervisedObjective
+from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf.errors import EngineLost, UserError
+from ratchet.rlhf.models import load_actor, load_tokenizer
+from ratchet.rlhf.rollout.engine import Chunk, Generation, Request, RolloutEngine, Sampling, joined
+from ratchet.rlhf.rollout.hf_engine import HFRollout
+from ratchet.rlhf.rollout.server_engine import ServerRollout
+from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
+from ratchet.rlhf.train.engine import OptimizerPlan
+from ratchet.rlhf.train.model_engine import copy_weights
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from ratchet.rlhf.weights import buckets
 from tests import sglang_server, tiny
 from tests.extras import needs
 from tests.served import end_servers
@@ -495,7 +497,7 @@ def test_new_weights_are_taken_over_in_place(kind: Kind, policy_folder: Path) ->
 def test_new_weights_are_broadcast_to_sglang(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In many buckets, to a server that shares no folder. It is ready for the next trainer when one dies amid them, and
     when it has refused some."""
-    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", {"cpu": 100_000})
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", {"cpu": 100_000})
     kind, by_folder = ENGINES["sglang"], sglang_rollout(policy_folder)
     assert isinstance(by_folder, ServerRollout)
     engine = ServerRollout([by_folder.servers[0].url], api="sglang", eos_token_ids=EOS)
@@ -526,8 +528,8 @@ def test_new_weights_are_broadcast_to_sglang(policy_folder: Path, monkeypatch: p
 
 DIES_AMID_WEIGHTS = """
 import os, sys, torch
-from rlhf.engines import weight_transfer
-from rlhf.engines.server_rollout import ServerRollout
+from ratchet.rlhf.engines import weight_transfer
+from ratchet.rlhf.rollout.server_engine import ServerRollout
 weight_transfer.BUCKET_BYTES = {"cpu": 4}
 def weights():
     for _ in range(9):

@@ -25,25 +25,25 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from rlhf.algorithms import PPOClip
-from rlhf.algorithms.masked import LossNormalizers
-from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
-from rlhf.algorithms.policy_losses import ClipCov, KLCov, SelectingLoss
-from rlhf.batch import TrajectoryBatch, ragged
-from rlhf.config import LoRAConfig, ModelConfig
-from rlhf.engines import host_buffers, prefix_sharing, ranks, token_outputs
-from rlhf.engines.base import OptimizerPlan, TrainEngine
-from rlhf.engines.deepspeed_engine import DeepSpeedEngine, ZeroStage
-from rlhf.engines.fsdp_engine import FSDPEngine
-from rlhf.engines.micro_batches import MicroBatch
-from rlhf.engines.model_engine import ModelEngine, float32_model
-from rlhf.engines.optimizers import AdamW
-from rlhf.engines.segments import Segments
-from rlhf.engines.stored_state import StoredState
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.errors import NotFinite
-from rlhf.models import actor_skeleton, critic_skeleton, load_actor, load_critic
-from rlhf.models.skeleton import Skeleton
+from ratchet.rlhf.algorithms import PPOClip
+from ratchet.rlhf.algorithms.masked import LossNormalizers
+from ratchet.rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
+from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.algorithms.policy_losses import ClipCov, KLCov, SelectingLoss
+from ratchet.rlhf.batch import TrajectoryBatch, ragged
+from ratchet.rlhf.config import LoRAConfig, ModelConfig
+from ratchet.rlhf.distributed import host_buffers, ranks
+from ratchet.rlhf.errors import NotFinite
+from ratchet.rlhf.models import actor_skeleton, critic_skeleton, load_actor, load_critic, prefix_sharing, token_outputs
+from ratchet.rlhf.models.segments import Segments
+from ratchet.rlhf.models.skeleton import Skeleton
+from ratchet.rlhf.train.deepspeed_engine import DeepSpeedEngine, ZeroStage
+from ratchet.rlhf.train.engine import OptimizerPlan, TrainEngine
+from ratchet.rlhf.train.fsdp_engine import FSDPEngine
+from ratchet.rlhf.train.micro_batches import MicroBatch
+from ratchet.rlhf.train.model_engine import ModelEngine, float32_model
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from ratchet.rlhf.weights.stored_state import StoredState
 from tests import megatron_on_cpu
 from tests.tiers import sampled
 
@@ -78,8 +78,8 @@ def deepspeed_engine(
 def megatron_engine(folder: Path, head: Head, lora: LoRAConfig | None = None, **options: Any) -> TrainEngine:
     if ranks.count() > 1:  # a process of tests.ranks; here the fixture does it, because other tests follow
         megatron_on_cpu.install()
-    from rlhf.engines.megatron_engine import MegatronEngine
-    from rlhf.engines.megatron_groups import Layout
+    from ratchet.rlhf.train.megatron_engine import MegatronEngine
+    from ratchet.rlhf.train.megatron_groups import Layout
 
     sizes = {name: options.pop(f"{name}_parallel", 1) for name in ("tensor", "pipeline", "context", "expert")}
     return MegatronEngine(skeleton(folder, head, lora, options), head, layout=Layout(**sizes), **options)

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from infra.store.records import ShardCommit, Snapshot
-from rlhf.config import RunConfig
+from ratchet.infra.store.records import ShardCommit, Snapshot
+from ratchet.rlhf.config import RunConfig
 from tests.crash.conftest import ITERATIONS
 from tests.history import History
 from tests.processes import Fault, Processes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import RunConfig
+from ratchet.rlhf.config import RunConfig
 from tests.crash.test_two_drivers import check_finished, wait_until
 from tests.history import History
 from tests.processes import Fault, Processes, grace

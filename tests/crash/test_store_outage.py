@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.config import RunConfig
+from ratchet.rlhf.config import RunConfig
 from tests.crash.test_two_drivers import check_finished
 from tests.history import History
 from tests.processes import Fault, Processes
@@ -23,7 +23,7 @@ OUTAGE = {
 
 
 def _little_patience() -> None:
-    from infra.store.object_store import ObjectStore
+    from ratchet.infra.store.object_store import ObjectStore
 
     kwdefaults = ObjectStore.__init__.__kwdefaults__
     assert kwdefaults is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf.config import RunConfig
+from ratchet.rlhf.config import RunConfig
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import RunConfig
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes
@@ -26,12 +26,12 @@ def stepping() -> None:
 
 def on_another_machine() -> None:
     """In a driver: another name, and a clock that is five minutes ahead."""
-    import infra.execution.heartbeat
+    import ratchet.infra.execution.heartbeat
 
     time_of_day = time.time
     time.time = lambda: time_of_day() + AHEAD_S
     socket.gethostname = lambda: "elsewhere"
-    infra.execution.heartbeat._boot_id = lambda: "another boot"
+    ratchet.infra.execution.heartbeat._boot_id = lambda: "another boot"
 
 
 @pytest.fixture

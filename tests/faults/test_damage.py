@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.train import train
-from infra.query import query
-from infra.runs import open_run
-from infra.store.log import Corrupt
-from rlhf.config import RunConfig
-from rlhf.errors import UserError
+from ratchet.flows.train import train
+from ratchet.infra.runs.query import query
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.log import Corrupt
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.store.object_store import ObjectStore
-from rlhf.config import RunConfig
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes

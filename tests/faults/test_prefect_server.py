@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from rlhf.config import RunConfig
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.faults.proxy import Action, Rule, proxy
 from tests.history import History
@@ -34,7 +34,7 @@ def written(workspace: Path, folder: Path, name: str, iterations: int) -> tuple[
     )
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    return config, [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)]
+    return config, [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()", "train", str(path)]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_fits_need_no_server_either(workspace: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-c",
-        "from flows.cli import main; main()",
+        "from ratchet.flows.commands.app import main; main()",
         "sft",
         *options,
         "--store",

@@ -11,12 +11,12 @@ import fsspec
 import pytest
 import s3fs
 
-from flows.train import train
-from infra.execution.claims import run_url
-from infra.runs import open_run
-from infra.store.object_store import ObjectStore
-from rlhf.config import RunConfig
-from rlhf.errors import UserError
+from ratchet.flows.train import train
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.faults.proxy import Action, Rule, proxy
 from tests.tiers import sampled

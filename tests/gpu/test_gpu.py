@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import ModelConfig
-from rlhf.engines.segments import Segments
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import load_actor
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.models.segments import Segments
+from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests import tiny
 from tests.contract.conftest import batch, critic_folder, policy_folder
 from tests.contract.test_train_engines import (
@@ -69,7 +69,7 @@ def test_a_gpu_computes_what_a_cpu_computes(
     on_gpu = kind.build()
     assert next(iter(on_gpu.parameters.values())).device.type == "cuda"  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr("rlhf.engines.ranks.device", lambda: torch.device("cpu"))
+        patch.setattr("ratchet.rlhf.distributed.ranks.device", lambda: torch.device("cpu"))
         on_cpu = ENGINES["torch"](kind.folder, kind.head)
     assert on_gpu.digest() == on_cpu.digest()
     assert_close(infer(on_gpu, kind, batch), infer(on_cpu, kind, batch))
@@ -166,9 +166,9 @@ def test_what_gives_way_frees_its_memory(
 
 def test_colocated_models_take_less_where_idle_ones_are_offloaded(tmp_path: Path) -> None:
     pytest.importorskip("tenacity")  # the store needs it
-    from infra.store.object_store import ObjectStore
-    from infra.store.run_store import RunStore
-    from infra.workers.worker import Worker
+    from ratchet.infra.store.object_store import ObjectStore
+    from ratchet.infra.store.run_store import RunStore
+    from ratchet.infra.workers.worker import Worker
 
     tiny.workspace(tmp_path)
     tiny.model_folder(tmp_path / "model", hidden=1024, layers=8, intermediate=4096)

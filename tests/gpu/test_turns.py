@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.engines.host_buffers import HostBuffers, release_memory
+from ratchet.rlhf.distributed.host_buffers import HostBuffers, release_memory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 GIB = 2**30
@@ -39,7 +39,7 @@ def test_memory_that_was_left_belongs_to_other_processes_and_comes_back_with_its
 DIGEST = """
 import sys
 from pathlib import Path
-from rlhf.engines import determinism
+from ratchet.rlhf.engines import determinism
 determinism.enforce()
 from tests.contract.conftest import batch
 from tests.contract.test_train_engines import PLAN, kind_of

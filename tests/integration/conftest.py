@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Page
 
-from flows.sft import sft
-from flows.train import train
-from flows.train_reward_model import train_reward_model
-from infra.runs import open_run
-from rlhf.config import RewardTraining, SFTConfig
-from tasks.plan import fork_run
+from ratchet.flows.sft import sft
+from ratchet.flows.train import train
+from ratchet.flows.train_reward_model import train_reward_model
+from ratchet.infra.runs.run import open_run
+from ratchet.rlhf.config import RewardTraining, SFTConfig
+from ratchet.tasks.analysis.plan import fork_run
 from tests import tiny
 from tests.browser import chromium, opened
 from tests.extras import needs

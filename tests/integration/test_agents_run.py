@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from infra.comparison import compare
-from rlhf.config import RunConfig, load_config
-from tasks.bisect import bisect
+from ratchet.infra.runs.comparison import compare
+from ratchet.rlhf.config import RunConfig, load_config
+from ratchet.tasks.analysis.bisect import bisect
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-from infra.store.records import Assigned, Snapshot
-from rlhf.config import RunConfig
+from ratchet.infra.store.records import Assigned, Snapshot
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes

@@ -12,10 +12,10 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from infra.store.records import Skip
-from rlhf.config import RunConfig
-from rlhf.errors import UserError
-from tasks.plan import fork_run
+from ratchet.infra.store.records import Skip
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks.analysis.plan import fork_run
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows.train import train
-from infra.runs import Run, open_run
-from rlhf.errors import UserError
-from tasks import bisect as search
-from tasks.bisect import bisect
+from ratchet.flows.train import train
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks.analysis import bisect as search
+from ratchet.tasks.analysis.bisect import bisect
 from tests import tiny
 from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
 

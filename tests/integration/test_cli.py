@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from flows import cli
-from infra.runs import open_run
-from rlhf.errors import UserError
+from ratchet.flows.commands import app
+from ratchet.infra.runs.run import open_run
+from ratchet.rlhf.errors import UserError
 from tests import tiny
 
 
@@ -26,7 +26,7 @@ class Ratchet:
         self.monkeypatch.setattr("sys.argv", ["ratchet", *map(str, arguments)])
         self.capfd.readouterr()
         try:
-            cli.main()
+            app.main()
             code = 0
         except SystemExit as exit:
             code = int(exit.code or 0)
@@ -36,7 +36,7 @@ class Ratchet:
 
 @pytest.fixture
 def ratchet(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], prefect_server: str) -> Ratchet:
-    monkeypatch.setattr(cli.console, "_width", 160)
+    monkeypatch.setattr(app.console, "_width", 160)
     return Ratchet(monkeypatch, capfd)
 
 
@@ -258,7 +258,10 @@ def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_
             ("train", "{config}", "reward.function=gsm8k", "reward.options={{gsm8k: {{method: Strict}}}}"),
             "reward.options.gsm8k.method 'Strict': Input should be 'strict' or 'flexible'",
         ),
-        (("train", "{config}", "reward.function=rlhf.rewards.code:compute_score"), "set reward.allow_code: true"),
+        (
+            ("train", "{config}", "reward.function=ratchet.rlhf.rewards.code:compute_score"),
+            "set reward.allow_code: true",
+        ),
         (("train", "{config}", "data.train=[foo://x.parquet]"), "cannot read foo://x.parquet: Protocol not known: foo"),
         (("train", "{config}", "data.train=[{tmp}]"), "{tmp} has no data files: the formats are Parquet (.parquet), "),
         (("data", "gsm8k", "{tmp}", "--source", "foo://bar"), "--source foo://bar: "),
@@ -294,9 +297,9 @@ def test_help_lists_every_key_of_the_config(ratchet: Ratchet) -> None:
     import subprocess
     import sys
 
-    from rlhf.config import RunConfig, keys
+    from ratchet.rlhf.config import RunConfig, keys
 
-    command = [sys.executable, "-m", "flows.cli", "train", "--help"]
+    command = [sys.executable, "-m", "ratchet.flows.commands.app", "train", "--help"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for key, *_ in keys(RunConfig):
         assert f"{key} = " in out

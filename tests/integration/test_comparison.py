@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.comparison import compare
-from infra.runs import open_run
+from ratchet.infra.runs.comparison import compare
+from ratchet.infra.runs.run import open_run
 from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
 
 

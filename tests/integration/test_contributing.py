@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 
-from infra.runs import open_run
-from rlhf.rewards import Reward, Score, load_reward
+from ratchet.infra.runs.run import open_run
+from ratchet.rlhf.rewards import Reward, Score, load_reward
 from tests import tiny
 from tests.scoring import trajectory
 
@@ -44,8 +44,8 @@ def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_an_advantage_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = (
         "from typing import Literal\n"
-        "from rlhf.algorithms.advantages import AdvantageEstimator\n"
-        "from rlhf.algorithms.masked import sequence_sum\n\n"
+        "from ratchet.rlhf.algorithms.advantages import AdvantageEstimator\n"
+        "from ratchet.rlhf.algorithms.masked import sequence_sum\n\n"
     )
     (tmp_path / "my_advantages.py").write_text(header + example("An advantage estimator"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -63,7 +63,7 @@ def test_an_advantage_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def start_ratchet(folder: Path, *arguments: object) -> subprocess.Popen[str]:
     """Start a command of the Ratchet in a folder."""
     return subprocess.Popen(
-        [sys.executable, "-c", "from flows.cli import main; main()", *map(str, arguments)],
+        [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()", *map(str, arguments)],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
         text=True,
@@ -85,7 +85,9 @@ class Copy:
         (folder / "tasks" / "budget.py").write_text(example("A stage"))
         pipeline = folder / "tasks" / "pipeline.py"
         text = pipeline.read_text().replace("    GENERATE,\n", "    GENERATE,\n    BUDGET,\n")
-        pipeline.write_text(text.replace("from tasks.stage", "from tasks.budget import BUDGET\nfrom tasks.stage", 1))
+        pipeline.write_text(
+            text.replace("from ratchet.tasks.stage", "from tasks.budget import BUDGET\nfrom ratchet.tasks.stage", 1)
+        )
 
     def ratchet(self, *arguments: object) -> subprocess.Popen[str]:
         return start_ratchet(self.folder, *arguments)

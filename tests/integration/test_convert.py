@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flows.train import train
-from infra.runs import open_run
-from rlhf.config import RunConfig, load_config
+from ratchet.flows.train import train
+from ratchet.infra.runs.run import open_run
+from ratchet.rlhf.config import RunConfig, load_config
 from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
 
 SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"

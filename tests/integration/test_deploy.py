@@ -27,14 +27,14 @@ from prefect.client.schemas.filters import (
 from prefect.events.actions import DoNothing
 from prefect.exceptions import PrefectHTTPStatusError
 
-from flows.deploy import FORMER_AUTOMATIONS
-from flows.train import train
-from rlhf.config import RunConfig
+from ratchet.flows.deploy import FORMER_AUTOMATIONS
+from ratchet.flows.train import train
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 
 AUTOMATIONS = ("ratchet: restart a flow run without heartbeats", "ratchet: restart a crashed flow run")
-RATCHET = [sys.executable, "-c", "from flows.cli import main; main()"]
+RATCHET = [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()"]
 
 
 @pytest.fixture

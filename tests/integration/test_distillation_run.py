@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from flows.train import train
-from infra.execution.driver import check_start
-from infra.runs import Run, open_run
-from rlhf.config import RunConfig
-from rlhf.errors import UserError
-from tasks.changes import check_open_iteration
+from ratchet.flows.train import train
+from ratchet.infra.execution.driver import check_start
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks.fingerprints import check_open_iteration
 from tests import tiny
 from tests.history import History
 

@@ -28,11 +28,11 @@ import typer
 import yaml
 from typer.core import TyperGroup
 
-from flows import cli
-from infra.served import ServedLog
-from infra.store.run_store import RunStore
-from infra.workers.call_log import CALLS
-from rlhf.config import RunConfig, keys, load_config, overridden, read_yaml
+from ratchet.flows.commands import app
+from ratchet.infra.runs.served import ServedLog
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.call_log import CALLS
+from ratchet.rlhf.config import RunConfig, keys, load_config, overridden, read_yaml
 from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
 from tests.processes import Child, Fault, Processes
 
@@ -186,7 +186,7 @@ def is_name_of_a_command(words: list[str]) -> bool:
 
     A command or an option that does not exist is an error.
     """
-    command: Any = typer.main.get_command(cli.app)
+    command: Any = typer.main.get_command(app.app)
     for word in words[1:]:
         if isinstance(command, TyperGroup) and not word.startswith("-"):
             assert word in command.commands, f"there is no command {' '.join(words)}"

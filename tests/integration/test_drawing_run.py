@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from rlhf.config import RunConfig
-from rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.data.prompts import PromptDataset
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes

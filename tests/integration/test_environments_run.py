@@ -16,8 +16,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from rlhf.config import RunConfig, load_config
-from rlhf.errors import UserError
+from ratchet.rlhf.config import RunConfig, load_config
+from ratchet.rlhf.errors import UserError
 from tests import environments, tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes

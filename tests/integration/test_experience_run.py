@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from infra.execution.driver import check_start
-from infra.runs import Run
-from rlhf.config import RunConfig
-from rlhf.errors import UserError
-from tasks.changes import check_open_iteration
+from ratchet.infra.execution.driver import check_start
+from ratchet.infra.runs.run import Run
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks.fingerprints import check_open_iteration
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes

@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-from infra.runs import open_run
+from ratchet.infra.runs.run import open_run
 from tests import cards, modes, tiny
 from tests.crash.test_two_drivers import wait_until
 from tests.hub_server import validated

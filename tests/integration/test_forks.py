@@ -11,14 +11,14 @@ import pandas as pd
 import pytest
 import yaml
 
-from flows.rescore import begin, rescoring_config
-from flows.train import train
-from infra.query import LIMITS, tables_of
-from infra.runs import open_run
-from infra.sql import Statement
-from infra.statements import StatementFailed, ask_here
-from infra.store.records import Fork
-from rlhf.config import RunConfig
+from ratchet.flows.rescore import begin, rescoring_config
+from ratchet.flows.train import train
+from ratchet.infra.runs.query import LIMITS, tables_of
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.runs.sql import Statement
+from ratchet.infra.runs.statements import StatementFailed, ask_here
+from ratchet.infra.store.records import Fork
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.integration.test_cli import Ratchet
@@ -30,7 +30,7 @@ REWARD = "reward.function=tests.rewards:digits"
 
 @pytest.fixture
 def ratchet(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], prefect_server: str) -> Ratchet:
-    monkeypatch.setattr("flows.cli.console._width", 200)
+    monkeypatch.setattr("ratchet.flows.commands.app.console._width", 200)
     return Ratchet(monkeypatch, capfd)
 
 

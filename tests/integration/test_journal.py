@@ -15,9 +15,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from infra.store.records import Journal
-from rlhf.config import RunConfig
-from rlhf.engines.server_rollout import PROBE_TOKENS, STREAM_INTERVAL
+from ratchet.infra.store.records import Journal
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.rollout.server_engine import PROBE_TOKENS, STREAM_INTERVAL
 from tests import tiny
 from tests.extras import needs
 from tests.gate import Gate, gate

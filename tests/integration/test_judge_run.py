@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf.config import RunConfig
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.judge_server import JudgeServer, judge_server

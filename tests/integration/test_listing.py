@@ -14,19 +14,19 @@ import pytest
 import s3fs
 from rich.console import Console
 
-from flows import views
-from flows.ui.documents import run_view
-from infra.execution import heartbeat
-from infra.execution.heartbeat import Beat
-from infra.listing import FRESH_S, RunSummary, runs_of
-from infra.runs import open_run
-from infra.store.clock import born
-from infra.store.manifest import Fingerprint, Manifest
-from infra.store.object_store import ObjectStore
-from infra.store.records import Claim, Snapshot, StageCommit
-from infra.store.run_store import VALIDATE, RunStore
-from rlhf.errors import UserError
-from tasks.plan import fork_run
+from ratchet.flows.commands import tables
+from ratchet.flows.ui.documents import run_view
+from ratchet.infra.execution import heartbeat
+from ratchet.infra.execution.heartbeat import Beat
+from ratchet.infra.runs.listing import FRESH_S, RunSummary, runs_of
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.clock import born
+from ratchet.infra.store.manifest import Fingerprint, Manifest
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import Claim, Snapshot, StageCommit
+from ratchet.infra.store.run_store import VALIDATE, RunStore
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks.analysis.plan import fork_run
 from tests import tiny
 from tests.integration.test_stored_runs import STORED
 
@@ -162,7 +162,7 @@ def test_a_run_that_lost_patience_has_ended_early(
     assert run_view(run, "validated", run.metric_rows()).state == state
     assert run.config.ends_early(run.deciding_scores()) == (state == "ended early"), "as the driver decides"
     console = Console(record=True, width=160, file=io.StringIO())
-    views.status(console, run, 10)
+    tables.status(console, run, 10)
     says = f"ended early: the last {changes['patience']} validations were no better"
     assert (says in console.export_text()) == (state == "ended early")
     beat(tmp_path, "validated", socket.gethostname())

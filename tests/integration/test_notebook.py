@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from flows.train import train
+from ratchet.flows.train import train
 from tests import tiny
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "inspect.ipynb"

@@ -23,8 +23,8 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import Artifact
 
-from infra.runs import open_run
-from infra.vacuum import unreached
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.runs.vacuum import unreached
 from tests import tiny
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def test_a_run_can_be_followed_on_the_server(workspace: Path, prefect_server: st
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     environment = {key: value for key, value in os.environ.items() if key != "PREFECT_LOGGING_LEVEL"}
     environment["PREFECT_LOGGING_TO_API_ENABLED"] = "true"
-    command = [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)]
+    command = [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()", "train", str(path)]
     done = subprocess.run(command, env=environment, check=True, timeout=900, capture_output=True, text=True)
     assert "generate" not in done.stderr, "logs go to the server, not over the terminal"
 

@@ -15,15 +15,15 @@ import psutil
 import pytest
 import yaml
 
-from infra.store.log import Fenced
-from infra.store.object_store import StoreUnavailable
-from infra.store.records import Snapshot, Weights
-from infra.workers.calls import Call, RowsCall
-from infra.workers.ray_group import GroupLost, RayGroup
-from infra.workers.worker import Worker
-from rlhf.config import RunConfig
-from rlhf.models import parameter_count
-from rlhf.stage_config import StageConfig
+from ratchet.infra.store.log import Fenced
+from ratchet.infra.store.object_store import StoreUnavailable
+from ratchet.infra.store.records import Snapshot, Weights
+from ratchet.infra.workers.calls import Call, RowsCall
+from ratchet.infra.workers.ray_group import GroupLost, RayGroup
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.models import parameter_count
+from ratchet.rlhf.stage_config import StageConfig
 from tests import tiny
 from tests.extras import EXTRAS, needs
 from tests.history import History
@@ -109,7 +109,7 @@ def processes_of_vllm() -> tuple[psutil.Process, list[psutil.Process]]:
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             lines.append((process, " ".join(process.cmdline())))
-    [child] = [process for process, line in lines if "rlhf.engines.vllm_child" in line]
+    [child] = [process for process, line in lines if "ratchet.rlhf.rollout.vllm_process" in line]
     return child, [process for process, line in lines if "VLLM::Worker" in line]
 
 

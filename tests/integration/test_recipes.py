@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flows.train import train
-from infra.runs import Run, open_run
-from rlhf.config import RunConfig, load_config
-from rlhf.metrics import BY_NAME
-from rlhf.rewards import load_reward
+from ratchet.flows.train import train
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.rlhf.config import RunConfig, load_config
+from ratchet.rlhf.metrics import BY_NAME
+from ratchet.rlhf.rewards import load_reward
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes

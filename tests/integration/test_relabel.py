@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from flows.relabel import Pairs, Relabel, Split, split
-from infra.runs import Run, open_run
-from rlhf.data.labels import Labels
-from rlhf.errors import UserError
+from ratchet.flows.relabel import Pairs, Relabel, Split, split
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.rlhf.data.labels import Labels
+from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.judge_server import judge_server
 from tests.processes import Child, Fault, Processes

@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Page
 
-from flows import report
-from flows.metrics import CATALOGUE
-from flows.ui import documents
-from infra.runs import Run, open_run
-from rlhf.errors import UserError
-from tasks import failures
+from ratchet.flows import report
+from ratchet.flows.shown_metrics import CATALOGUE
+from ratchet.flows.ui import documents
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks import failures
 from tests.browser import opened, wait_until
 from tests.integration.conftest import HOSTILE
 from tests.integration.test_cli import Ratchet

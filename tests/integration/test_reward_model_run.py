@@ -18,8 +18,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from infra.runs import open_run
-from rlhf.config import RunConfig
+from ratchet.infra.runs.run import open_run
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rlhf.config import RunConfig
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
@@ -255,7 +255,7 @@ def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: P
 
 
 SEES = """
-from rlhf.environments import Observation
+from ratchet.rlhf.environments import Observation
 
 class Picky:
     stop = ()

@@ -9,11 +9,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from flows.train import train
-from infra.execution.claims import run_url
-from infra.query import query
-from infra.runs import open_run
-from tasks.plan import fork_run
+from ratchet.flows.train import train
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.query import query
+from ratchet.infra.runs.run import open_run
+from ratchet.tasks.analysis.plan import fork_run
 from tests import tiny
 from tests.processes import Fault, Processes
 

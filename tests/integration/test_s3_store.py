@@ -10,12 +10,12 @@ import uuid
 import pandas as pd
 import pytest
 
-from infra.runs import open_run
-from infra.store.log import Fenced
-from infra.store.manifest import BLOCK, Checkpoint
-from infra.store.records import Weights
-from infra.store.run_store import RunStore
-from rlhf.errors import UserError
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.log import Fenced
+from ratchet.infra.store.manifest import BLOCK, Checkpoint
+from ratchet.infra.store.records import Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.errors import UserError
 from tests.bare_run import claimed, complete, write
 from tests.extras import needs
 from tests.racing import race

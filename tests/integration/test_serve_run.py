@@ -16,7 +16,7 @@ import pytest
 import yaml
 from openai import OpenAI
 
-from infra.runs import open_run
+from ratchet.infra.runs.run import open_run
 from tests import tiny
 from tests.processes import Child, Fault, Processes
 from tests.tiers import sampled

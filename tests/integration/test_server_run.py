@@ -11,10 +11,10 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from rlhf.config import RunConfig
-from rlhf.engines.base import Request, Sampling
-from rlhf.engines.server_rollout import ServerRollout
-from rlhf.errors import UserError
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rollout.engine import Request, Sampling
+from ratchet.rlhf.rollout.server_engine import ServerRollout
 from tests import tiny
 from tests.extras import needs
 from tests.history import History

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rlhf.config import RunConfig
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.extras import needs
 from tests.history import History

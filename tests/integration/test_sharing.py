@@ -21,13 +21,14 @@ from markdown_it import MarkdownIt
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from flows import report, views
-from flows.train import train
-from infra.hub import push
-from infra.parquet_file import write_parquet
-from infra.runs import Run, open_run
-from infra.store.object_store import ObjectStore
-from rlhf.errors import RatchetError, UserError
+from ratchet.flows import report
+from ratchet.flows.commands import tables
+from ratchet.flows.train import train
+from ratchet.infra.runs.hub import push
+from ratchet.infra.runs.parquet_file import write_parquet
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.rlhf.errors import RatchetError, UserError
 from tests import cards, modes, tiny
 from tests.hub_server import READS, WRITES, Hub, Repository, hub_server, validated
 from tests.ports import free_port
@@ -107,7 +108,7 @@ def pushed(hub: Hub, shared: Run, tmp_path: Path) -> Push:
         command = [
             sys.executable,
             "-m",
-            "flows.cli",
+            "ratchet.flows.commands.app",
             "push",
             *arguments,
             "--store",
@@ -196,7 +197,7 @@ def test_what_people_are_given_has_the_mode_that_the_umask_says(shared: Run, tmp
             shared.export(2, folder / role, role)
         report.write([shared], folder / "report.html")
         write_parquet(pa.table({"prompt": ["a"]}), str(folder / "rows.parquet"))
-        views.write(shared.trajectories(columns=["response"])[["response"]], folder / "answers.parquet")
+        tables.write(shared.trajectories(columns=["response"])[["response"]], folder / "answers.parquet")
         objects = ObjectStore(f"file://{folder}/store")
         objects.put("metrics/row", b"1")
         objects.create("log/0", b"1")

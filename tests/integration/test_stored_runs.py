@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import yaml
 
-from infra.runs import open_run
-from infra.store.records import Diverged
-from rlhf.metrics import BY_NAME
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.records import Diverged
+from ratchet.rlhf.metrics import BY_NAME
 from tests import tiny
 from tests.history import History
 from tests.processes import Processes

@@ -11,9 +11,9 @@ import optuna
 import pytest
 from optuna.storages.journal import JournalFileBackend
 
-from flows.sweep import Sweep, begin, parse_vary
-from infra.runs import Run, open_run
-from rlhf.errors import UserError
+from ratchet.flows.sweep import Sweep, begin, parse_vary
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.processes import Child, Fault, Processes
 

@@ -20,13 +20,13 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 from prefect.client.schemas.objects import FlowRun
 
-from flows.sweep import Sweep, begin, run_arms
-from flows.train import train
-from infra.runs import Run, open_run
+from ratchet.flows.sweep import Sweep, begin, run_arms
+from ratchet.flows.train import train
+from ratchet.infra.runs.run import Run, open_run
 from tests import tiny
 from tests.processes import Child, Processes
 
-RATCHET = [sys.executable, "-c", "from flows.cli import main; main()"]
+RATCHET = [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()"]
 REWARD = """
 import time
 from pathlib import Path

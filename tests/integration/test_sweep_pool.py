@@ -15,10 +15,10 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import AwaitingRetry, Cancelled, Completed, Failed
 
-from flows.pool import Pool, check_server
-from infra.store.log import Fenced
-from rlhf.config import RunConfig
-from rlhf.errors import RatchetError, UserError
+from ratchet.flows.pool import Pool, check_server
+from ratchet.infra.store.log import Fenced
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import RatchetError, UserError
 from tests import tiny
 from tests.ports import free_port
 from tests.processes import Processes

@@ -14,9 +14,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.temporary_server import MARK, end_orphans
-from infra.store.clock import born
-from tasks.prefect_defaults import TEMPORARY_SERVER
+from ratchet.flows.temporary_server import MARK, end_orphans
+from ratchet.infra.store.clock import born
+from ratchet.tasks.prefect_defaults import TEMPORARY_SERVER
 from tests import tiny
 from tests.prefect_server import prefect_api
 
@@ -63,7 +63,7 @@ def test_a_server_started_later_shows_the_runs_and_their_tasks(workspace: Path, 
         PREFECT_HOME=str(tmp_path / "client"),
         PREFECT_API_DATABASE_CONNECTION_URL=f"sqlite+aiosqlite:///{tmp_path}/prefect.db",
     )
-    command = [sys.executable, "-c", "from flows.cli import main; main()", "train", str(path)]
+    command = [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()", "train", str(path)]
     driver = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert driver.returncode == 0, driver.stdout + driver.stderr
     assert "continues without Prefect" not in driver.stdout

@@ -16,11 +16,11 @@ import pandas as pd
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flows.tracking import tracking
-from infra.execution.driver import check_packages
-from infra.execution.wandb_login import has_login
-from infra.progress import Event, Note, listening
-from rlhf.errors import UserError
+from ratchet.flows.tracking import tracking
+from ratchet.infra.execution.driver import check_packages
+from ratchet.infra.execution.preflight.wandb_login import has_login
+from ratchet.infra.progress import Event, Note, listening
+from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.extras import needs
 

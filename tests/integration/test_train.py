@@ -16,15 +16,15 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from safetensors.torch import load_file
 
-from infra.listing import runs_of
-from infra.runs import open_run
-from infra.store.object_store import ObjectStore
-from infra.store.records import Claim, Diverged, Skip
-from infra.store.run_store import RunStore
-from rlhf.algorithms.kl import AdaptiveCoefficient
-from rlhf.config import RunConfig
-from tasks.pipeline import STAGES
-from tasks.stage import RowsStage
+from ratchet.infra.runs.listing import runs_of
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import Claim, Diverged, Skip
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.algorithms.kl import AdaptiveCoefficient
+from ratchet.rlhf.config import RunConfig
+from ratchet.tasks.pipeline import STAGES
+from ratchet.tasks.stage import RowsStage
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
@@ -405,7 +405,7 @@ def _loads_something_else() -> None:
     """A checkpoint that is whole and valid, but not the state that the next update was computed from."""
     import torch
 
-    from rlhf.engines.torch_engine import TorchEngine
+    from ratchet.rlhf.train.torch_engine import TorchEngine
 
     original = TorchEngine.load_state
 
@@ -419,9 +419,9 @@ def _loads_something_else() -> None:
 
 
 def _rounds_as_an_older_release() -> None:
-    import tasks.changes
+    import ratchet.tasks.fingerprints
 
-    tasks.changes.ROUNDING -= 1  # type: ignore[attr-defined]
+    ratchet.tasks.fingerprints.ROUNDING -= 1  # type: ignore[attr-defined]
 
 
 def test_a_replay_that_differs(ratchet: Ratchet) -> None:
@@ -449,7 +449,7 @@ def _computes_on_a_gpu_that_rounds() -> None:
     """As far as the driver can tell: a replay gives slightly different weights."""
     from dataclasses import replace
 
-    from infra.workers.worker import Worker
+    from ratchet.infra.workers.worker import Worker
 
     _loads_something_else()
     original = Worker.update
@@ -482,9 +482,9 @@ def test_a_replay_of_an_update_that_an_older_release_rounded_differently(ratchet
 
 
 def test_what_is_committed_during_the_check_is_checked_too(ratchet: Ratchet) -> None:
-    from infra.execution.claims import claim
-    from infra.execution.driver import Driver, driving
-    from tasks.pipeline import dependencies
+    from ratchet.infra.execution.claims import claim
+    from ratchet.infra.execution.driver import Driver, driving
+    from ratchet.tasks.pipeline import dependencies
 
     config = ratchet.at(run__name="contested")
     with driving(config, dependencies(config)):
@@ -503,9 +503,9 @@ def test_what_is_committed_during_the_check_is_checked_too(ratchet: Ratchet) -> 
 
 
 def test_two_runs_in_one_process_one_inside_the_other(ratchet: Ratchet, prefect_server: str) -> None:
-    from flows.iteration import iteration
-    from infra.execution.driver import driving
-    from tasks.pipeline import dependencies
+    from ratchet.flows.iteration import iteration
+    from ratchet.infra.execution.driver import driving
+    from ratchet.tasks.pipeline import dependencies
 
     done(ratchet(train__iterations=3))
     alone = ratchet.history

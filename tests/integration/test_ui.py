@@ -16,9 +16,9 @@ import pytest
 import s3fs
 from playwright.sync_api import Browser, Page
 
-from infra.runs import Run, open_run
-from rlhf.errors import UserError
-from tasks.plan import fork_run
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks.analysis.plan import fork_run
 from tests.browser import live, opened, served, visit, wait_until
 from tests.processes import Processes
 

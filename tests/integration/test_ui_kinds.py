@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from infra.runs import open_run
+from ratchet.infra.runs.run import open_run
 from tests.browser import live, opened, visit, wait_until
 from tests.integration.test_listing import validated
 from tests.integration.test_stored_runs import STORED

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.runs import open_run
-from rlhf.config import RunConfig
+from ratchet.infra.runs.run import open_run
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes

@@ -17,9 +17,9 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.config import RunConfig
-from rlhf.data.responses import response_text
-from rlhf.engines.base import Chunk, Request, Sampling
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.data.responses import response_text
+from ratchet.rlhf.rollout.engine import Chunk, Request, Sampling
 from tests import cards, tiny
 from tests.extras import needs
 from tests.history import History
@@ -84,7 +84,7 @@ def generating(child: Child) -> psutil.Process | None:
     """The process in which vLLM is."""
     for process in psutil.Process(child.process.pid).children(recursive=True):
         with suppress(psutil.Error):
-            if "rlhf.engines.vllm_child" in process.cmdline():
+            if "ratchet.rlhf.rollout.vllm_process" in process.cmdline():
                 return process
     return None
 
@@ -92,8 +92,8 @@ def generating(child: Child) -> psutil.Process | None:
 def responses_ahead_wait() -> None:
     """In the driver: a response of an iteration that is not open stays at `INTERRUPTED_AT` tokens until new weights
     interrupt it, whatever the paces of vLLM and the trainer."""
-    from infra.store.object_store import LocalBackend
-    from rlhf.engines.vllm_rollout import VLLMRollout
+    from ratchet.infra.store.object_store import LocalBackend
+    from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 
     create, stream = LocalBackend.create, VLLMRollout.stream
     updates = 0

@@ -10,7 +10,7 @@ class _BeforeMegatron:
     """Lets Megatron compute on the CPU in a process that is about to import its engine."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "rlhf.engines.megatron_engine":
+        if name == "ratchet.rlhf.train.megatron_engine":
             sys.meta_path.remove(self)
             from tests import megatron_on_cpu
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from infra.store.object_store import ObjectStore
-from infra.store.records import Finalize, ShardCommit, StageCommit
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import Finalize, ShardCommit, StageCommit
 from tests.history import History
 from tests.torture.kinds import Kind
 

@@ -19,8 +19,8 @@ from urllib.parse import urlparse
 
 import psutil
 
-from infra.runs import open_run
-from infra.store.object_store import ObjectStore
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.object_store import ObjectStore
 from tests.faults.proxy import Action, Rule, proxy
 from tests.faults.test_clocks import stepping
 from tests.processes import Child, Fault, Processes

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.algorithms.advantages import (
+from ratchet.rlhf.algorithms.advantages import (
     EGPO,
     GAE,
     GDPO,
@@ -32,9 +32,9 @@ from rlhf.algorithms.advantages import (
     ReMax,
     TurnGAE,
 )
-from rlhf.algorithms.base import Algorithm
-from rlhf.algorithms.groups import Groups
-from rlhf.errors import UserError
+from ratchet.rlhf.algorithms.base import Algorithm
+from ratchet.rlhf.algorithms.groups import Groups
+from ratchet.rlhf.errors import UserError
 from tests.padded import GARBAGE, Batch, batches, members, padded, properties, rows, spoiled
 
 

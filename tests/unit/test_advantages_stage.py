@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infra.progress import Event, Note, listening
-from infra.workers.calls import Call, Context
-from infra.workers.engines import Engines
-from infra.workers.resources import Resources
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import parse_config
-from rlhf.errors import UserError
-from tasks.advantages import AdvantagesConfig, advantages
+from ratchet.infra.progress import Event, Note, listening
+from ratchet.infra.workers.calls import Call, Context
+from ratchet.infra.workers.engines import Engines
+from ratchet.infra.workers.resources import Resources
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import parse_config
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks.stages.advantages import AdvantagesConfig, advantages
 
 COLUMNS: dict[str, Any] = {
     "trajectory_id": ["it000000-p00000-s00", "it000000-p00000-s01"],

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import ModelConfig
-from rlhf.engines.token_outputs import Head
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.errors import UserError
-from rlhf.models import attention_of, check_architecture, load_actor, load_critic
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import attention_of, check_architecture, load_actor, load_critic
+from ratchet.rlhf.models.token_outputs import Head
+from ratchet.rlhf.train.torch_engine import TorchEngine
 
 SMALL: dict[str, dict[str, Any]] = {
     "biogpt": {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "layerdrop": 0.5},

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.rewards import RewardFailed, Score, pool
-from rlhf.rewards.pool import RewardPool
+from ratchet.rlhf.rewards import RewardFailed, Score, pool
+from ratchet.rlhf.rewards.pool import RewardPool
 from tests.scoring import pool_of, trajectory
 
 REWARDS = """

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.batch import TrajectoryBatch, ragged, unpadded
-from rlhf.engines.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
-from rlhf.schema import TRAJECTORY
+from ratchet.rlhf.batch import TrajectoryBatch, ragged, unpadded
+from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.train.micro_batches import Layout, MicroBatch, by_prompt, by_token_budget, prompt_numbers
 from tests.padded import properties
 
 PROMPTS = [[10], [20, 21, 22], [30, 31]]

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
-from rlhf.engines.fsdp_engine import FSDPEngine
-from rlhf.models.skeleton import without_memory
+from ratchet.rlhf.models.skeleton import without_memory
+from ratchet.rlhf.train.fsdp_engine import FSDPEngine
 from tests.ranks import in_another_process, only_rank
 
 LAYERS = 2

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf.config import ModelConfig
-from rlhf.engines import checkpointing
-from rlhf.engines.checkpointing import Checkpointing
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import load_actor
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.models import activation_checkpointing, load_actor
+from ratchet.rlhf.models.activation_checkpointing import Checkpointing
+from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests import tiny
 from tests.ranks import in_another_process
 
@@ -31,7 +30,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        if func in checkpointing.PRODUCTS:
+        if func in activation_checkpointing.PRODUCTS:
             self.counts["products"] += 1
         elif "attention" in name and "backward" not in name:
             self.counts["attention"] += 1
@@ -67,12 +66,12 @@ def test_full_checkpointing_computes_layers_again_and_selective_only_every_secon
     ("device", "kind"), [("cpu", False), ("cuda", "selective")], ids=["none on a CPU", "selective on a GPU"]
 )
 def test_the_default_depends_on_the_device(device: str, kind: Checkpointing) -> None:
-    assert checkpointing.chosen(None, torch.device(device)) == kind
+    assert activation_checkpointing.chosen(None, torch.device(device)) == kind
     for setting in (True, False, "selective"):
-        assert checkpointing.chosen(setting, torch.device(device)) == setting  # type: ignore[arg-type]
+        assert activation_checkpointing.chosen(setting, torch.device(device)) == setting  # type: ignore[arg-type]
 
 
 def test_the_default_on_this_machine_computes_what_it_says(tmp_path: Path) -> None:
     folder = tiny.model_folder(tmp_path)
-    there = checkpointing.chosen(None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    there = activation_checkpointing.chosen(None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     assert operations(folder, None) == operations(folder, there)

@@ -16,11 +16,11 @@ from queue import SimpleQueue
 import psutil
 import pytest
 
-from rlhf import child_processes
-from rlhf.engines.base import Request, Sampling
-from rlhf.engines.device_memory import GIB, await_room
-from rlhf.engines.vllm_rollout import VLLMRollout
-from rlhf.errors import EngineLost, UserError
+from ratchet.rlhf import child_processes
+from ratchet.rlhf.errors import EngineLost, UserError
+from ratchet.rlhf.rollout.device_memory import GIB, await_room
+from ratchet.rlhf.rollout.engine import Request, Sampling
+from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 from tests.vllm_stand_in.vllm import WORKER
 
 LEADER = f"""

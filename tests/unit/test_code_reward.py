@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhf.config import RewardConfig
-from rlhf.errors import UserError
-from rlhf.rewards import Score, check_rewards
-from rlhf.rewards.code import compute_score
+from ratchet.rlhf.config import RewardConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rewards import Score, check_rewards
+from ratchet.rlhf.rewards.code import compute_score
 from tests.crash.test_two_drivers import wait_until
 from tests.extras import needs
 from tests.scoring import pool_of, trajectory
@@ -161,7 +161,7 @@ def test_the_sandbox_shows_neither_files_nor_network_nor_neighbours(tmp_path: Pa
 
 
 def test_code_is_refused_unless_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("code", "rlhf.rewards.code:compute_score"):
+    for name in ("code", "ratchet.rlhf.rewards.code:compute_score"):
         limits = {name: {"sandbox": "limits"}}
         with pytest.raises(UserError, match=r"reward\.allow_code: true"):
             check_rewards(RewardConfig(function=name, options=limits))
@@ -194,7 +194,7 @@ def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> No
     """As a reward's process is killed that has taken too long. Bubblewrap sees to it by itself."""
     noted = tmp_path / "pid"
     program = f"import os, time; open({str(noted)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    run = f"from rlhf.rewards.code import *; run({program!r}, '', False, seconds=600, memory_mb=512, sandbox='limits')"
+    run = f"from ratchet.rlhf.rewards.code import *; run({program!r}, '', False, seconds=600, memory_mb=512, sandbox='limits')"
     waits = subprocess.Popen([sys.executable, "-c", run])
     while not (noted.exists() and noted.read_text()):
         assert waits.poll() is None

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flows.comparing import show
-from infra.comparison import Comparison, PairedScores, compare, interval, verdict_of
-from infra.forks import fork
-from infra.runs import Run, open_run
-from infra.store.manifest import Fingerprint, Manifest
-from infra.store.records import ShardCommit, StageCommit
-from infra.store.run_store import VALIDATE, RunStore
-from rlhf.errors import UserError
+from ratchet.flows.commands.comparison_output import show
+from ratchet.infra.runs.comparison import Comparison, PairedScores, compare, interval, verdict_of
+from ratchet.infra.runs.forks import fork
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.store.manifest import Fingerprint, Manifest
+from ratchet.infra.store.records import ShardCommit, StageCommit
+from ratchet.infra.store.run_store import VALIDATE, RunStore
+from ratchet.rlhf.errors import UserError
 from tests.padded import properties
 from tests.unit.test_reading_runs import STORE, Command, command  # noqa: F401  (a fixture)
 

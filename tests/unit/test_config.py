@@ -17,11 +17,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rlhf.algorithms import GRPO, KLPenalty
-from rlhf.config import RunConfig, incompatibilities, keys, load_config, parse_config, stored_config, yaml_text
-from rlhf.config.older import RenamedKey, changed_since
-from rlhf.engines.optimizers import AdamW
-from rlhf.errors import UserError
+from ratchet.rlhf.algorithms import GRPO, KLPenalty
+from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.config import RunConfig, incompatibilities, keys, load_config, parse_config, stored_config, yaml_text
+from ratchet.rlhf.config.older import RenamedKey, changed_since
+from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -422,8 +422,8 @@ def test_examples_are_valid(path: Path) -> None:
 
 def test_reading_a_config_imports_nothing_heavy(file: Path) -> None:
     code = (
-        "import sys, rlhf.algorithms, rlhf.config, rlhf.stage_config\n"
-        f"rlhf.config.load_config({str(file)!r}, ['algorithm.advantage={{type: grpo}}'])\n"
+        "import sys, ratchet.rlhf.algorithms, ratchet.rlhf.config, ratchet.rlhf.stage_config\n"
+        f"ratchet.rlhf.config.load_config({str(file)!r}, ['algorithm.advantage={{type: grpo}}'])\n"
         "heavy = {'torch', 'transformers', 'prefect', 'pyarrow', 'pandas', 'vllm', 'ray', 'deepspeed'}\n"
         "sys.exit(', '.join(heavy & sys.modules.keys()) or 0)"
     )

@@ -17,16 +17,16 @@ import pytest
 import typer
 from starlette.testclient import TestClient
 
-from flows.cli import app as commands
-from flows.ui.documents import decoder
-from flows.ui.server import app as pages
-from infra.runs import open_run
-from infra.store.run_store import RunStore
-from rlhf import consent
-from rlhf.config import RunConfig
-from rlhf.errors import UserError
-from rlhf.models import model_folder, reading_tokenizer
-from rlhf.named import load_named
+from ratchet.flows.commands.app import app as commands
+from ratchet.flows.ui.documents import decoder
+from ratchet.flows.ui.server import app as pages
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf import consent
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import model_folder, reading_tokenizer
+from ratchet.rlhf.named import load_named
 from tests import tiny
 from tests.integration.test_cli import Ratchet
 from tests.tiers import sampled

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rlhf.config import RunConfig, keys, load_config, parse_config
-from rlhf.config.counterparts import SOURCES, Settings, Source
-from rlhf.convert import Conversion, convert
-from rlhf.convert.shell import launches, read_script
-from rlhf.errors import UserError
+from ratchet.rlhf.config import RunConfig, keys, load_config, parse_config
+from ratchet.rlhf.config.counterparts import SOURCES, Settings, Source
+from ratchet.rlhf.convert import Conversion, convert
+from ratchet.rlhf.convert.shell import launches, read_script
+from ratchet.rlhf.errors import UserError
 
 SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
 STEPS = "trainer.total_training_steps=100"

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from rlhf.data import files
-from rlhf.data.folders import data_files
-from rlhf.data.prompts import PromptDataset
-from rlhf.errors import UserError
+from ratchet.flows.commands.app import app
+from ratchet.rlhf.data import files
+from ratchet.rlhf.data.folders import data_files
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.errors import UserError
 
 USER = {"role": "user", "content": "1 + 1?"}
 ANSWER = {"role": "assistant", "content": "2"}

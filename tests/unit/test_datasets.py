@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf.config import ModelConfig, parse_config
-from rlhf.data import datasets, files
-from rlhf.data.prompts import PromptDataset, encode
-from rlhf.errors import UserError
-from rlhf.models import load_tokenizer
-from rlhf.rewards import auto, solved_score
-from rlhf.validation import final_answer, means, sums
+from ratchet.rlhf.config import ModelConfig, parse_config
+from ratchet.rlhf.data import datasets, files
+from ratchet.rlhf.data.prompts import PromptDataset, encode
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import load_tokenizer
+from ratchet.rlhf.rewards import auto, solved_score
+from ratchet.rlhf.validation import final_answer, means, sums
 from tests import tiny
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.engines import ranks
-from rlhf.engines.micro_batches import deal, in_rounds
-from rlhf.engines.sequence_parallel import Team
+from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.models.sequence_parallel import Team
+from ratchet.rlhf.train.micro_batches import deal, in_rounds
 from tests.padded import properties
 from tests.ranks import in_another_process, only_rank
 

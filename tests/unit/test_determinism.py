@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from rlhf.config import parse_config
-from rlhf.errors import UserError
-from tasks.restore import explained
-from tasks.stage import ROUNDING
+from ratchet.rlhf.config import parse_config
+from ratchet.rlhf.errors import UserError
+from ratchet.tasks.restore import explained
+from ratchet.tasks.stage import ROUNDING
 from tests.unit.test_config import MINIMAL
 
 NOW = {"version": 1, "rounding": ROUNDING}
@@ -22,9 +22,9 @@ def test_a_worker_sets_it_before_cuda_starts() -> None:
     script = """
 import os, tempfile, torch
 from pathlib import Path
-from infra.store.object_store import ObjectStore
-from infra.store.run_store import RunStore
-from infra.workers.worker import Worker
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.worker import Worker
 from tests import tiny
 folder = Path(tempfile.mkdtemp())
 tiny.workspace(folder)

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.execution.driver import with_iterations
-from rlhf import seeding
-from rlhf.config import RunConfig, load_config, parse_config
-from rlhf.data import drawing, files
-from rlhf.data.prompts import PromptDataset
-from rlhf.errors import UserError
+from ratchet.infra.execution.driver import with_iterations
+from ratchet.rlhf import seeding
+from ratchet.rlhf.config import RunConfig, load_config, parse_config
+from ratchet.rlhf.data import drawing, files
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.errors import UserError
 from tests.padded import properties
 
 

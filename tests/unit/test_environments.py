@@ -16,17 +16,23 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf.config import EnvironmentConfig
-from rlhf.data.formats import Messages
-from rlhf.data.prompts import Prompt, PromptDataset
-from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
-from rlhf.engines.generation import TRIES, Generator, Rules
-from rlhf.environments import EnvironmentFailed, Observation, check_environment, environment_digest, load_environment
-from rlhf.environments.calculator import Environment as Calculator
-from rlhf.environments.calculator import calculate
-from rlhf.environments.calls import RESETS, EnvironmentCalls, try_environment
-from rlhf.environments.dialogues import Beginning, Dialogue, content_ids
-from rlhf.errors import UserError
+from ratchet.rlhf.agents.agent_loop import TRIES, Generator, Rules
+from ratchet.rlhf.config import EnvironmentConfig
+from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.prompts import Prompt, PromptDataset
+from ratchet.rlhf.environments import (
+    EnvironmentFailed,
+    Observation,
+    check_environment,
+    environment_digest,
+    load_environment,
+)
+from ratchet.rlhf.environments.calculator import Environment as Calculator
+from ratchet.rlhf.environments.calculator import calculate
+from ratchet.rlhf.environments.calls import RESETS, EnvironmentCalls, try_environment
+from ratchet.rlhf.environments.dialogues import Beginning, Dialogue, content_ids
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
 from tests import tiny
 from tests.environments import Leaves, Script
 

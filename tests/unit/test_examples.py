@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf.data.examples import preferences, supervised
-from rlhf.errors import UserError
+from ratchet.rlhf.data.examples import preferences, supervised
+from ratchet.rlhf.errors import UserError
 from tests import tiny
 
 TEMPLATE = (
@@ -132,8 +132,8 @@ def test_longer_pairs_are_left_out_and_counted(tokenizer: Any, tmp_path: Path) -
 
 def test_the_steps_of_supervised_training_go_over_the_examples_in_epochs(tmp_path: Path, monkeypatch: Any) -> None:
     """Each example once before any comes again, in another order each time."""
-    from flows import sft as module
-    from rlhf.config import SFTConfig
+    from ratchet.flows import sft as module
+    from ratchet.rlhf.config import SFTConfig
 
     folder = tiny.model_folder(tmp_path / "model")
     data = write(tmp_path / "rows.jsonl", *({"prompt": f"say {number}", "response": "a"} for number in range(10)))

@@ -8,10 +8,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from infra.execution.executors import Executors, InputLost, StageHandle
-from infra.store.manifest import Fingerprint, Manifest
-from infra.store.records import Ahead, Claim, Finalize, ObjectRef, RunState, ShardCommit, ShardRef, StageCommit, Weights
-from rlhf.errors import NotFinite, RatchetError
+from ratchet.infra.execution.executors import Executors, InputLost, StageHandle
+from ratchet.infra.store.manifest import Fingerprint, Manifest
+from ratchet.infra.store.records import (
+    Ahead,
+    Claim,
+    Finalize,
+    ObjectRef,
+    RunState,
+    ShardCommit,
+    ShardRef,
+    StageCommit,
+    Weights,
+)
+from ratchet.rlhf.errors import NotFinite, RatchetError
 
 SHARD = ShardRef(key="k", sha256="s", rows=1, bytes=1)
 

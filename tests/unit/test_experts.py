@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algorithms.experts import LUFFY
-from rlhf.data.experts import ExpertAnswers
-from rlhf.data.prompts import PromptDataset
-from rlhf.errors import UserError
-from rlhf.models import load_tokenizer
+from ratchet.rlhf.algorithms.experts import LUFFY
+from ratchet.rlhf.data.experts import ExpertAnswers
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import load_tokenizer
 from tests import tiny
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infra.runs import Run, open_run
-from infra.store.manifest import Checkpoint
-from infra.store.records import Claim, Snapshot, Weights
-from infra.store.run_store import RunStore
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.errors import UserError
-from rlhf.models import initial_digest, load_actor
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.store.manifest import Checkpoint
+from ratchet.infra.store.records import Claim, Snapshot, Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import initial_digest, load_actor
+from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests import tiny
 
 IDS = torch.tensor([[5, 9, 30, 31, 7]])

@@ -20,12 +20,12 @@ import requests
 from openai import AsyncOpenAI, OpenAI
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.agents.gateway import LARGEST_BODY, Gateway
-from rlhf.agents.programs import AgentCalls
-from rlhf.agents.sessions import Recorded
-from rlhf.engines.base import Request, Sampling
-from rlhf.engines.generation import Generator, Rules
-from rlhf.environments.dialogues import Beginning, Dialogue
+from ratchet.rlhf.agents.agent_loop import Generator, Rules
+from ratchet.rlhf.agents.gateway import LARGEST_BODY, Gateway
+from ratchet.rlhf.agents.programs import AgentCalls
+from ratchet.rlhf.agents.sessions import Recorded
+from ratchet.rlhf.environments.dialogues import Beginning, Dialogue
+from ratchet.rlhf.rollout.engine import Request, Sampling
 from tests import tiny
 
 MORE: Any = {"role": "user", "content": "more"}
@@ -659,8 +659,8 @@ def test_threads_share_nothing(play: Play) -> None:
 
 
 def test_a_folder_named_by_nobody(tmp_path: Path) -> None:
-    from rlhf.agents import check_agent
-    from rlhf.errors import UserError
+    from ratchet.rlhf.agents import check_agent
+    from ratchet.rlhf.errors import UserError
 
     path = tmp_path / "mine.py"
     path.write_text("def run(task, url): pass\n")

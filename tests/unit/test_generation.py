@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf.engines import event_loop
-from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling
-from rlhf.engines.generation import Generator, Rules
-from rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf import event_loop
+from ratchet.rlhf.agents.agent_loop import Generator, Rules
+from ratchet.rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling
 from tests import tiny
 
 

@@ -27,19 +27,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine as Machine
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from infra.execution.replicas import Complete, Feed, Prompt, Replicas, Reports
-from infra.store.records import Weights
-from infra.workers.calls import Call, Context, RowsCall, ShardKey, ShardStart
-from infra.workers.rollouts import Generated, Journaled, Rollouts, newest
-from infra.workers.worker import JOURNAL, Worker, in_background
-from rlhf.agents.sessions import Recorder
-from rlhf.engines import event_loop
-from rlhf.engines.base import Chunk, Request, RolloutEngine, Sampling, limit_of
-from rlhf.engines.generation import Generator, Rules
-from rlhf.environments import Observation
-from rlhf.environments.calls import EnvironmentCalls
-from rlhf.environments.dialogues import Dialogue
-from rlhf.errors import EngineLost, NotFinite
+from ratchet.infra.execution.replicas import Complete, Feed, Prompt, Replicas, Reports
+from ratchet.infra.store.records import Weights
+from ratchet.infra.workers.calls import Call, Context, RowsCall, ShardKey, ShardStart
+from ratchet.infra.workers.rollouts import Generated, Journaled, Rollouts, newest
+from ratchet.infra.workers.worker import JOURNAL, Worker, in_background
+from ratchet.rlhf import event_loop
+from ratchet.rlhf.agents.agent_loop import Generator, Rules
+from ratchet.rlhf.agents.sessions import Recorder
+from ratchet.rlhf.environments import Observation
+from ratchet.rlhf.environments.calls import EnvironmentCalls
+from ratchet.rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf.errors import EngineLost, NotFinite
+from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
-from rlhf.config import ModelConfig
-from rlhf.engines import host_buffers
-from rlhf.engines.fsdp_engine import FSDPEngine
-from rlhf.engines.host_buffers import HostBuffers, host_memory, local_of, release_memory
-from rlhf.models import actor_skeleton
-from rlhf.models.skeleton import without_memory
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.distributed import host_buffers
+from ratchet.rlhf.distributed.host_buffers import HostBuffers, host_memory, local_of, release_memory
+from ratchet.rlhf.models import actor_skeleton
+from ratchet.rlhf.models.skeleton import without_memory
+from ratchet.rlhf.train.fsdp_engine import FSDPEngine
 from tests import tiny
 from tests.unit.test_big_layouts import CONFIGS, LAYERS
 

@@ -11,12 +11,12 @@ from safetensors.torch import save
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf.config import ModelConfig
-from rlhf.engines.stored_state import StoredState
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.errors import UserError
-from rlhf.models import load_actor
-from rlhf.models.hub_layout import HubTensor, hub_layout, split
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.models.hub_layout import HubTensor, hub_layout, split
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from ratchet.rlhf.weights.stored_state import StoredState
 from tests.tiny import moe_folder
 
 SHAPE: dict[str, Any] = {

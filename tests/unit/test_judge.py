@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from infra.store.answers import Answers, key_of
-from infra.store.log import Corrupt
-from infra.store.object_store import ObjectStore, StoreUnavailable
-from rlhf.config import JudgeConfig, RewardConfig, parse_config
-from rlhf.data.prompts import PromptDataset
-from rlhf.errors import RatchetError, UserError
-from rlhf.rewards import RewardFailed, Score, Trajectory, check_rewards, reward_digest
-from rlhf.rewards.pool import AnswerStore, RewardPool, try_rewards
+from ratchet.infra.store.answers import Answers, key_of
+from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
+from ratchet.rlhf.config import JudgeConfig, RewardConfig, parse_config
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.errors import RatchetError, UserError
+from ratchet.rlhf.rewards import RewardFailed, Score, Trajectory, check_rewards, reward_digest
+from ratchet.rlhf.rewards.pool import AnswerStore, RewardPool, try_rewards
 from tests.judge_server import JudgeServer, judge_server
 from tests.scoring import pool_of, trajectory, written
 

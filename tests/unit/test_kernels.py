@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.execution.driver import check_inputs, check_packages
-from rlhf.config import ModelConfig
-from rlhf.engines.kernels import as_written, check_liger, compile_layers, layers
-from rlhf.errors import UserError
-from rlhf.models import load_actor
+from ratchet.infra.execution.driver import check_inputs, check_packages
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.models.kernels import as_written, check_liger, compile_layers, layers
 from tests import tiny
 
 

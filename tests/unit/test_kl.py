@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from rlhf.algorithms import KLPenalty
-from rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
+from ratchet.rlhf.algorithms import KLPenalty
+from ratchet.rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
 from tests.padded import properties
 from tests.tiers import sampled
 

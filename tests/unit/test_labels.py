@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf.data.labels import LABELING_CONFIG, label_studio_tasks, read_labels
-from rlhf.errors import UserError
+from ratchet.rlhf.data.labels import LABELING_CONFIG, label_studio_tasks, read_labels
+from ratchet.rlhf.errors import UserError
 
 IDS = {"p1", "p2", "p3", "p4"}
 

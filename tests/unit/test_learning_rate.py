@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf.config import LRScheduleConfig
-from rlhf.engines.learning_rate import learning_rate
+from ratchet.rlhf.config import LRScheduleConfig
+from ratchet.rlhf.train.learning_rate import learning_rate
 
 
 def rates(schedule: LRScheduleConfig, iterations: int) -> list[float]:

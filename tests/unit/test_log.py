@@ -20,13 +20,14 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from infra.execution import heartbeat
-from infra.execution.stopping import Stopping
-from infra.store.clock import born
-from infra.store.log import TAIL, Corrupt, Deleted, Fenced, RunLog, slot_key
-from infra.store.manifest import Checkpoint, Fingerprint, Manifest
-from infra.store.object_store import ObjectStore, StoreUnavailable
-from infra.store.records import (
+from ratchet.infra.execution import heartbeat
+from ratchet.infra.execution.stopping import Stopping
+from ratchet.infra.runs.vacuum import foreign, unreached, vacuum
+from ratchet.infra.store.clock import born
+from ratchet.infra.store.log import TAIL, Corrupt, Deleted, Fenced, RunLog, slot_key
+from ratchet.infra.store.manifest import Checkpoint, Fingerprint, Manifest
+from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
+from ratchet.infra.store.records import (
     PAGE,
     Claim,
     Expire,
@@ -40,9 +41,8 @@ from infra.store.records import (
     Weights,
     sha256_of,
 )
-from infra.store.run_store import CLOSE, RunStore
-from infra.vacuum import foreign, unreached, vacuum
-from rlhf.errors import UserError
+from ratchet.infra.store.run_store import CLOSE, RunStore
+from ratchet.rlhf.errors import UserError
 from tests.simulated import Clock, Fault, Memory, Simulated
 
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.algorithms import PolicyLoss, PPOClip
-from rlhf.algorithms.base import Algorithm
-from rlhf.algorithms.kl import Estimator
-from rlhf.algorithms.masked import Aggregation, LossNormalizers
-from rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
-from rlhf.algorithms.policy_losses import (
+from ratchet.rlhf.algorithms import PolicyLoss, PPOClip
+from ratchet.rlhf.algorithms.base import Algorithm
+from ratchet.rlhf.algorithms.kl import Estimator
+from ratchet.rlhf.algorithms.masked import Aggregation, LossNormalizers
+from ratchet.rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
+from ratchet.rlhf.algorithms.policy_losses import (
     CISPO,
     DPPOKL,
     DPPOTV,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.rewards import auto, format, gsm8k, length
-from rlhf.rewards import math as latex
+from ratchet.rlhf.rewards import auto, format, gsm8k, length
+from ratchet.rlhf.rewards import math as latex
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from infra.execution.driver import check_inputs
-from rlhf.engines.stored_state import Held
-from rlhf.errors import UserError
-from rlhf.models.hub_layout import hub_layout
-from rlhf.models.megatron_layout import Place, local_layout, parts_between, refusal
+from ratchet.infra.execution.driver import check_inputs
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.hub_layout import hub_layout
+from ratchet.rlhf.models.megatron_layout import Place, local_layout, parts_between, refusal
+from ratchet.rlhf.weights.stored_state import Held
 from tests import tiny
 from tests.extras import needs
 from tests.largest import Largest
@@ -154,8 +154,8 @@ def logits_of(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, 
     from tests import megatron_on_cpu
 
     with megatron_on_cpu.installed():
-        from rlhf.engines.megatron_groups import Groups, Layout
-        from rlhf.models.megatron_model import decoder
+        from ratchet.rlhf.models.megatron_model import decoder
+        from ratchet.rlhf.train.megatron_groups import Groups, Layout
 
         Groups.of(Layout())
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -253,10 +253,10 @@ def largest_of_shared_sequences(time: int) -> int:
     with only_rank(0, 2), megatron_on_cpu.installed(), pytest.MonkeyPatch.context() as patch:
         from megatron.core.transformer import TransformerConfig
 
-        from rlhf.engines.megatron_groups import Groups, Layout
-        from rlhf.models.megatron_model import Attention
+        from ratchet.rlhf.models.megatron_model import Attention
+        from ratchet.rlhf.train.megatron_groups import Groups, Layout
 
-        patch.setattr("rlhf.engines.segments.MASK_ELEMENTS", 2**16)
+        patch.setattr("ratchet.rlhf.models.segments.MASK_ELEMENTS", 2**16)
         Groups.of(Layout(context=2))
         config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, context_parallel_size=2)
         heads = [torch.zeros((time // 2, 1, 2, 8), requires_grad=True) for _ in range(3)]

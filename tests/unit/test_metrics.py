@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from flows.metrics import CATALOGUE, line
-from rlhf.engines.performance import TrainingFlops
-from rlhf.metrics import BY_NAME, METRICS, RENAMED, STAGES, current, timer
-from tasks import pipeline
-from tasks.generate import GenerateSummary, generation_metrics
-from tasks.validate import ValidateSummary, validation_metrics
+from ratchet.flows.shown_metrics import CATALOGUE, line
+from ratchet.rlhf.metrics import BY_NAME, METRICS, RENAMED, STAGES, current, timer
+from ratchet.rlhf.train.performance import TrainingFlops
+from ratchet.tasks import pipeline
+from ratchet.tasks.stages.generate import GenerateSummary, generation_metrics
+from ratchet.tasks.stages.validate import ValidateSummary, validation_metrics
 from tests import tiny
 
 

@@ -11,11 +11,9 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from transformers import LlamaForCausalLM
 
-from rlhf.config import LoRAConfig, ModelConfig
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.engines.weight_files import write_weights
-from rlhf.errors import UserError
-from rlhf.models import (
+from ratchet.rlhf.config import LoRAConfig, ModelConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import (
     DOWNLOADED,
     copy_tokenizer,
     eos_token_ids,
@@ -30,7 +28,9 @@ from rlhf.models import (
     text_config,
     tokenizer_digest,
 )
-from rlhf.models.custom_code import code_files, code_names
+from ratchet.rlhf.models.custom_code import code_files, code_names
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from ratchet.rlhf.weights.weight_files import write_weights
 from tests import modes, tiny
 
 IDS = torch.tensor([[5, 6, 7, 8]])

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from infra.workers.calls import Call, Context
-from infra.workers.engines import Engines
-from infra.workers.resources import Resources
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import parse_config
-from rlhf.config.sections import ActorConfig
-from rlhf.engines.base import OptimizerPlan
-from tasks.optimizer_steps import optimizer_steps
-from tasks.update_actor import UpdateActorConfig
+from ratchet.infra.workers.calls import Call, Context
+from ratchet.infra.workers.engines import Engines
+from ratchet.infra.workers.resources import Resources
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import parse_config
+from ratchet.rlhf.config.sections import ActorConfig
+from ratchet.rlhf.train.engine import OptimizerPlan
+from ratchet.tasks.optimizer_steps import optimizer_steps
+from ratchet.tasks.stages.update_actor import UpdateActorConfig
 
 UNSET = {"mini_batch_trajectories": ActorConfig().mini_batch_trajectories}
 

@@ -1,4 +1,4 @@
-"""Every recorded case of the published implementations, against the classes of `rlhf.algorithms`."""
+"""Every recorded case of the published implementations, against the classes of `ratchet.rlhf.algorithms`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from rlhf.algorithms import Advantage, Distillation, PolicyLoss
-from rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
-from rlhf.algorithms.masked import LossNormalizers
-from rlhf.algorithms.objectives import CriticObjective
-from rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
+from ratchet.rlhf.algorithms import Advantage, Distillation, PolicyLoss
+from ratchet.rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
+from ratchet.rlhf.algorithms.masked import LossNormalizers
+from ratchet.rlhf.algorithms.objectives import CriticObjective
+from ratchet.rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
 from tests.oracles import RECORDED, Case
 from tests.padded import members
 

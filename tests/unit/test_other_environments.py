@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from rlhf.agents import agent_digest, check_agent, load_agent
-from rlhf.agents.gateway import Gateway
-from rlhf.agents.programs import AgentCalls
-from rlhf.data.prompts import PromptDataset
-from rlhf.data.responses import response_text
-from rlhf.engines.base import Request, Sampling
-from rlhf.engines.generation import Generator, Rules
-from rlhf.environments.dialogues import Beginning, Dialogue
-from rlhf.errors import UserError
+from ratchet.rlhf.agents import agent_digest, check_agent, load_agent
+from ratchet.rlhf.agents.agent_loop import Generator, Rules
+from ratchet.rlhf.agents.gateway import Gateway
+from ratchet.rlhf.agents.programs import AgentCalls
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.data.responses import response_text
+from ratchet.rlhf.environments.dialogues import Beginning, Dialogue
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rollout.engine import Request, Sampling
 from tests import tiny
 from tests.extras import needs
 

@@ -11,10 +11,10 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
-from flows.evaluate import evaluate
-from flows.rescore import rescore
-from flows.train import train
-from rlhf.config import RunConfig, keys
+from ratchet.flows.evaluate import evaluate
+from ratchet.flows.rescore import rescore
+from ratchet.flows.train import train
+from ratchet.rlhf.config import RunConfig, keys
 from tests import tiny
 
 FLOWS: list[Any] = [train, evaluate, rescore]

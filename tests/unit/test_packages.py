@@ -21,7 +21,7 @@ def test_a_package_is_the_projects_own(name: str) -> None:
 
 def test_reading_a_run_needs_neither_torch_nor_prefect() -> None:
     heavy = ("torch", "prefect", "transformers")
-    script = f"import sys, infra.runs, flows.views; print([name for name in {heavy} if name in sys.modules])"
+    script = f"import sys, ratchet.infra.runs.run, ratchet.flows.commands.tables; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.strip() == "[]"
 

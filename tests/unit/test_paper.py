@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Co
 from benchmarks import paper
 from benchmarks.costs import AFTER, HARDWARE, MODELS, Lengths, Model
 from benchmarks.paper import Setup
-from rlhf.engines import state_digest
-from rlhf.engines.parts import Part
+from ratchet.rlhf.weights import state_digest
+from ratchet.rlhf.weights.tensor_shards import Part
 
 SMALL = Model("small", 256, 1024, 3, 4, 2, 128, tied=False, biased=True)
 LENGTHS = Lengths(10, np.array([[4, 2], [3, 1]]))

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import ActorConfig, ModelConfig, RunConfig, load_config, parse_config
-from rlhf.config.sections import AlgorithmConfig, CriticConfig, DataConfig, ReferenceConfig, RolloutConfig
-from rlhf.schema import TRAJECTORY
-from rlhf.stage_config import StageConfig, key
-from tasks.pipeline import STAGES, dependencies, names_of, update_of
-from tasks.stage import RowsStage
-from tasks.update_actor import UPDATE_ACTOR
+from ratchet.rlhf.config import ActorConfig, ModelConfig, RunConfig, load_config, parse_config
+from ratchet.rlhf.config.sections import AlgorithmConfig, CriticConfig, DataConfig, ReferenceConfig, RolloutConfig
+from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.tasks.pipeline import STAGES, dependencies, names_of, update_of
+from ratchet.tasks.stage import RowsStage
+from ratchet.tasks.stages.update_actor import UPDATE_ACTOR
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("**/*.yaml"))
 MINIMAL: dict[str, Any] = {"model": {"path": "somewhere"}, "data": {"train": ["prompts.parquet"]}}

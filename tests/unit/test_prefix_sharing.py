@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 
-from infra.execution.driver import check_inputs
-from rlhf.config import ModelConfig
-from rlhf.engines import prefix_sharing, segments
-from rlhf.engines.kv_cache import CachedPrompts, in_place
-from rlhf.engines.prefix_sharing import SharedPrompts
-from rlhf.engines.segments import Segments
-from rlhf.errors import UserError
-from rlhf.models import load_actor
+from ratchet.infra.execution.driver import check_inputs
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import load_actor, prefix_sharing, segments
+from ratchet.rlhf.models.kv_cache import CachedPrompts, in_place
+from ratchet.rlhf.models.prefix_sharing import SharedPrompts
+from ratchet.rlhf.models.segments import Segments
 from tests import tiny
 from tests.padded import properties
 from tests.tiny import model_folder

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import distributed_c10d
 
-from rlhf.engines.sequence_parallel import Team
+from ratchet.rlhf.models.sequence_parallel import Team
 from tests import megatron_on_cpu
 from tests.ranks import in_another_process, only_rank
 from tests.unit.test_big_layouts import sharded
@@ -26,7 +26,7 @@ def create_teams(size: int) -> None:
 
 def create_megatron(**layout: int) -> None:
     with megatron_on_cpu.installed():
-        from rlhf.engines.megatron_groups import Groups, Layout
+        from ratchet.rlhf.train.megatron_groups import Groups, Layout
 
         for _ in range(2):
             Groups.of(Layout(**layout))

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from flows.cli import app
-from rlhf.data.prompts import Prompt, PromptDataset, check_length, encode
-from rlhf.errors import UserError
+from ratchet.flows.commands.app import app
+from ratchet.rlhf.data.prompts import Prompt, PromptDataset, check_length, encode
+from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.padded import properties
 

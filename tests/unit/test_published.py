@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from rlhf.config import RewardTraining, RunConfig, SFTConfig, keys
-from rlhf.config.published import LEFT_OUT, SECRET, published
-from rlhf.models import base_models, hub_name
+from ratchet.rlhf.config import RewardTraining, RunConfig, SFTConfig, keys
+from ratchet.rlhf.config.published import LEFT_OUT, SECRET, published
+from ratchet.rlhf.models import base_models, hub_name
 from tests import tiny
 
 
@@ -47,7 +47,7 @@ def test_what_concerns_a_machine_or_a_person_is_left_out(value: JsonValue, shown
         "/no_think Answer in <answer></answer>, and/or say 1/2 // 3.",
         "</answer>",
         "//",
-        "rlhf.rewards.code:compute_score",
+        "ratchet.rlhf.rewards.code:compute_score",
         "see https://host/a/b for more",
     ],
 )

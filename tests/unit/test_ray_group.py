@@ -9,8 +9,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.workers.ray_group import in_order, room_for
-from rlhf.engines.device_errors import is_lost, out_of_memory
+from ratchet.infra.workers.ray_group import in_order, room_for
+from ratchet.rlhf.distributed.device_errors import is_lost, out_of_memory
 from tests.padded import properties
 
 

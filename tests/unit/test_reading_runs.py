@@ -21,31 +21,31 @@ from rich.console import Console
 from rich.text import Text
 
 import ratchet
-from flows.metrics import line
-from flows.views import lineage, runs
-from infra.execution.driver import Driver
-from infra.execution.heartbeat import beating
-from infra.execution.stopping import Stopped, Stopping
-from infra.forks import fork
-from infra.listing import RunSummary
-from infra.runs import Run, no_run, open_run
-from infra.store.manifest import Fingerprint, Manifest
-from infra.store.records import Claim, ShardCommit, StageCommit
-from infra.store.run_store import RunStore
-from rlhf.config import stored_config
-from rlhf.errors import UserError, counted
-from rlhf.metrics import timer
-from rlhf.named import load_named
-from tasks.explain import Origin
-from tasks.failures import told
-from tasks.finalize import iteration_metrics
-from tasks.generate import GENERATE
-from tasks.greedy_baseline import GREEDY_BASELINE
-from tasks.pipeline import STAGES, stage_called
-from tasks.reward_model import REWARD_MODEL
-from tasks.score import SCORE
-from tasks.stage import Stage
-from tasks.validate import VALIDATE
+from ratchet.flows.commands.tables import lineage, runs
+from ratchet.flows.shown_metrics import line
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.heartbeat import beating
+from ratchet.infra.execution.stopping import Stopped, Stopping
+from ratchet.infra.runs.forks import fork
+from ratchet.infra.runs.listing import RunSummary
+from ratchet.infra.runs.run import Run, no_run, open_run
+from ratchet.infra.store.manifest import Fingerprint, Manifest
+from ratchet.infra.store.records import Claim, ShardCommit, StageCommit
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.config import stored_config
+from ratchet.rlhf.errors import UserError, counted
+from ratchet.rlhf.metrics import timer
+from ratchet.rlhf.named import load_named
+from ratchet.tasks.analysis.explain import Origin
+from ratchet.tasks.close import iteration_metrics
+from ratchet.tasks.failures import told
+from ratchet.tasks.pipeline import STAGES, stage_called
+from ratchet.tasks.stage import Stage
+from ratchet.tasks.stages.generate import GENERATE
+from ratchet.tasks.stages.greedy_baseline import GREEDY_BASELINE
+from ratchet.tasks.stages.reward_model import REWARD_MODEL
+from ratchet.tasks.stages.score import SCORE
+from ratchet.tasks.stages.validate import VALIDATE
 from tests.integration.test_cli import Ratchet
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,9 @@ def test_plan_takes_a_run_and_says_in_words_what_changed(command: Command) -> No
 def test_a_name_that_a_file_lacks_is_named_by_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def compute_score(): ...")
     with pytest.raises(UserError, match=r"mine.py:compute: .*mine.py has no compute: name a function") as refused:
-        load_named(f"{tmp_path}/mine.py:compute", "reward.function", "rlhf.rewards", ["compute_score"], ["math"])
+        load_named(
+            f"{tmp_path}/mine.py:compute", "reward.function", "ratchet.rlhf.rewards", ["compute_score"], ["math"]
+        )
     assert "mine_" not in str(refused.value), "the name of the module is of no use to people"
 
 

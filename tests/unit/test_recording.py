@@ -9,11 +9,11 @@ import httpx
 import pytest
 from prefect.exceptions import Abort, PrefectHTTPStatusError
 
-from infra.execution.stopping import Stopped
-from infra.store.object_store import StoreUnavailable
-from rlhf.errors import NotFinite
-from tasks import recording
-from tasks.recording import noted, recorded
+from ratchet.infra.execution.stopping import Stopped
+from ratchet.infra.store.object_store import StoreUnavailable
+from ratchet.rlhf.errors import NotFinite
+from ratchet.tasks import recording
+from ratchet.tasks.recording import noted, recorded
 
 AWAY = [
     httpx.ConnectError("nobody listens"),

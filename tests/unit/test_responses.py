@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from infra.store.records import Weights
-from infra.workers.calls import Call, Context
-from infra.workers.engines import Engines
-from infra.workers.resources import Resources
-from rlhf.batch import TrajectoryBatch
-from rlhf.data.countdown import solutions
-from rlhf.data.responses import response_text
-from rlhf.engines.base import Chunk
-from rlhf.engines.reward_engine import text_lengths
-from rlhf.environments.dialogues import Dialogue, content_ids
-from rlhf.models import load_tokenizer
-from tasks.generate import GENERATE, GenerateConfig
-from tasks.greedy_baseline import GREEDY_BASELINE, GreedyBaselineConfig, begin
-from tasks.score import SCORE, ScoreConfig
+from ratchet.infra.store.records import Weights
+from ratchet.infra.workers.calls import Call, Context
+from ratchet.infra.workers.engines import Engines
+from ratchet.infra.workers.resources import Resources
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.data.countdown import solutions
+from ratchet.rlhf.data.responses import response_text
+from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
+from ratchet.rlhf.models import load_tokenizer
+from ratchet.rlhf.rollout.engine import Chunk
+from ratchet.rlhf.train.reward_engine import text_lengths
+from ratchet.tasks.stages.generate import GENERATE, GenerateConfig
+from ratchet.tasks.stages.greedy_baseline import GREEDY_BASELINE, GreedyBaselineConfig, begin
+from ratchet.tasks.stages.score import SCORE, ScoreConfig
 from tests import tiny
 from tests.unit.test_special_tokens import TEMPLATES, chat_tokenizer
 

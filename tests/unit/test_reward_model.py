@@ -11,14 +11,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from examples.countdown_model import build_tokenizer
-from infra.workers.engines import Engines
-from rlhf.config import RewardModelConfig, parse_config
-from rlhf.data.formats import Message, Messages
-from rlhf.data.prompts import with_response
-from rlhf.engines.reward_engine import RewardEngine, step_ends, text_lengths
-from rlhf.errors import UserError
-from rlhf.models import load_critic, load_reward_model, load_scorer, load_tokenizer
-from tasks.pipeline import names_of
+from ratchet.infra.workers.engines import Engines
+from ratchet.rlhf.config import RewardModelConfig, parse_config
+from ratchet.rlhf.data.formats import Message, Messages
+from ratchet.rlhf.data.prompts import with_response
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import load_critic, load_reward_model, load_scorer, load_tokenizer
+from ratchet.rlhf.train.reward_engine import RewardEngine, step_ends, text_lengths
+from ratchet.tasks.pipeline import names_of
 from tests import tiny
 
 TEMPLATE = "{% for m in messages %}({{ m.role }}){{ m.content | trim }}<eos>{% endfor %}"

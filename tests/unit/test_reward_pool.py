@@ -12,13 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.execution.driver import check_prompts
-from infra.progress import Event, Note, listening
-from rlhf.config import DataConfig, ModelConfig, RewardConfig
-from rlhf.data.prompts import PromptDataset
-from rlhf.errors import NotFinite, UserError
-from rlhf.rewards import RewardFailed, Score, Trajectory
-from rlhf.rewards.pool import RewardPool, try_rewards
+from ratchet.infra.execution.driver import check_prompts
+from ratchet.infra.progress import Event, Note, listening
+from ratchet.rlhf.config import DataConfig, ModelConfig, RewardConfig
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.errors import NotFinite, UserError
+from ratchet.rlhf.rewards import RewardFailed, Score, Trajectory
+from ratchet.rlhf.rewards.pool import RewardPool, try_rewards
 from tests import tiny
 from tests.crash.test_two_drivers import wait_until
 from tests.scoring import pool_of, trajectory, written
@@ -40,7 +40,9 @@ def pool() -> Iterator[RewardPool]:
 def sessions() -> set[int]:
     """Of the rewards' processes, and what they have started."""
     return {
-        os.getsid(each.pid) for each in psutil.Process().children(recursive=True) if "rlhf.rewards" in cmdline(each)
+        os.getsid(each.pid)
+        for each in psutil.Process().children(recursive=True)
+        if "ratchet.rlhf.rewards" in cmdline(each)
     }
 
 
@@ -74,7 +76,7 @@ def test_each_row_has_its_own_fate(pool: RewardPool) -> None:
     ):
         assert isinstance(found[response], kind)
         assert says in str(found[response])
-    left = [each for each in psutil.Process().children(recursive=True) if "rlhf.rewards" in cmdline(each)]
+    left = [each for each in psutil.Process().children(recursive=True) if "ratchet.rlhf.rewards" in cmdline(each)]
     assert len(left) > 1, "a child, and what it has forked"
     pool.close()
     wait_until(lambda: all(map(has_ended, left)))  # what a reward has forked ends with it
@@ -102,7 +104,7 @@ def test_what_leaves_the_session_ends_too(pool: RewardPool) -> None:
 
 def test_a_child_that_died_meanwhile_is_begun_anew(pool: RewardPool) -> None:
     assert pool.score([row("good")]) == [Score(1.0, {})]
-    [child] = [each for each in psutil.Process().children() if "rlhf.rewards" in cmdline(each)]
+    [child] = [each for each in psutil.Process().children() if "ratchet.rlhf.rewards" in cmdline(each)]
     child.kill()
     child.wait()
     assert pool.score([row("good")] * 2) == [Score(1.0, {})] * 2

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.config import RewardConfig, parse_config
-from rlhf.errors import NotFinite, RatchetError, UserError
-from rlhf.rewards import Reward, Score, Trajectory, auto, check_rewards, load_reward, reward_digest
+from ratchet.rlhf.config import RewardConfig, parse_config
+from ratchet.rlhf.errors import NotFinite, RatchetError, UserError
+from ratchet.rlhf.rewards import Reward, Score, Trajectory, auto, check_rewards, load_reward, reward_digest
 from tests.scoring import pool_of, trajectory
 
 
@@ -53,7 +53,7 @@ def test_builtin_and_users_rewards_are_found(package: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nonsense", "No module named 'rlhf.rewards.nonsense'; name a built-in"),
+        ("nonsense", "No module named 'ratchet.rlhf.rewards.nonsense'; name a built-in"),
         ("", "name a built-in"),
         ("no.such.module:f", "No module named 'no'"),
         ("a_users_reward:width", "a_users_reward has no width: name a function"),

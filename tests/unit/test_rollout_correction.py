@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from rlhf.algorithms.reward_shaping import OverlongPenalty
-from rlhf.algorithms.rollout_correction import (
+from ratchet.rlhf.algorithms.reward_shaping import OverlongPenalty
+from ratchet.rlhf.algorithms.rollout_correction import (
     ImportanceWeights,
     Rejection,
     RolloutCorrection,
     effective_sample_size,
     off_policy_metrics,
 )
-from rlhf.metrics import Statistic
+from ratchet.rlhf.metrics import Statistic
 from tests.padded import GARBAGE, Batch, batches, padded, properties, rows, spoiled
 
 

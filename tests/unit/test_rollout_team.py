@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.engines.build import rollout_engine
-from rlhf.engines.rollout_team import RolloutTeam
-from rlhf.engines.vllm_rollout import VLLMRollout, cannot_pass, error_of_worker
+from ratchet.rlhf.rollout.build import rollout_engine
+from ratchet.rlhf.rollout.rollout_team import RolloutTeam
+from ratchet.rlhf.rollout.vllm_engine import VLLMRollout, cannot_pass, error_of_worker
 from tests import tiny
 from tests.ranks import Ranks
 
@@ -26,7 +26,8 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 def joined_team() -> tuple[bool, tuple[str, ...], bool, bool, str]:
     """What a rank finds in its team of two; each rank has a GPU of its number."""
-    from rlhf.engines import ranks, rollout_team
+    from ratchet.rlhf.distributed import ranks
+    from ratchet.rlhf.rollout import rollout_team
 
     rank = ranks.rank()
     team = rollout_team.formed(2, [f"{rank}"], timeout_s=600)
@@ -55,10 +56,11 @@ def take_turns(folder: Path) -> None:
 
     The rank for which the other one must wait is late: it moves its model when the other one has moved.
     """
-    from infra.workers.engines import Engines
-    from rlhf.engines import ranks, rollout_team
-    from rlhf.engines.rollout_team import LentDevices
-    from rlhf.engines.torch_engine import TorchEngine
+    from ratchet.infra.workers.engines import Engines
+    from ratchet.rlhf.distributed import ranks
+    from ratchet.rlhf.rollout import rollout_team
+    from ratchet.rlhf.rollout.rollout_team import LentDevices
+    from ratchet.rlhf.train.torch_engine import TorchEngine
 
     rank, is_there = ranks.rank(), {"actor": False, "vllm": False, "lent": False}
     late = {"actor off 1": "actor off 0", "actor off 3": "actor off 2", "vllm off 0": "lent off 1"}

@@ -13,17 +13,18 @@ from safetensors.torch import load as load_safetensors
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from rlhf.algorithms.objectives import SupervisedObjective
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import ModelConfig
-from rlhf.engines.base import OptimizerPlan, Request, Sampling
-from rlhf.engines.hf_rollout import HFRollout
-from rlhf.engines.micro_batches import MicroBatch
-from rlhf.engines.optimizers import AdamW
-from rlhf.engines.router_loss import RouterLoss
-from rlhf.engines.torch_engine import TorchEngine
-from rlhf.errors import UserError
-from rlhf.models import load_actor
+from ratchet.rlhf.algorithms.objectives import SupervisedObjective
+from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.models.router_loss import RouterLoss
+from ratchet.rlhf.rollout.engine import Request, Sampling
+from ratchet.rlhf.rollout.hf_engine import HFRollout
+from ratchet.rlhf.train.engine import OptimizerPlan
+from ratchet.rlhf.train.micro_batches import MicroBatch
+from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests.tiny import model_folder, moe_folder
 
 COEFFICIENT = 0.5

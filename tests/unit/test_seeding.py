@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhf.seeding import generator
+from ratchet.rlhf.seeding import generator
 
 
 def test_the_scheme_stays_what_it_is() -> None:

@@ -17,23 +17,23 @@ import pytest
 from openai import OpenAI
 from transformers import PreTrainedTokenizerBase
 
-from infra import served as log
-from infra.ingest import ingest
-from infra.runs import Run
-from infra.served import ServedLog, served
-from infra.store.log import Corrupt
-from infra.store.object_store import ObjectStore
-from infra.store.run_store import RunStore
-from infra.workers.call_log import CallLog
-from rlhf.agents import serving
-from rlhf.agents.gateway import Gateway
-from rlhf.agents.serving import Served
-from rlhf.data.examples import supervised
-from rlhf.data.prompts import PromptDataset
-from rlhf.engines.base import Request, Sampling
-from rlhf.engines.generation import Generator, Rules
-from rlhf.environments.dialogues import Dialogue
-from rlhf.errors import UserError
+from ratchet.infra.runs import served as log
+from ratchet.infra.runs.ingest import ingest
+from ratchet.infra.runs.run import Run
+from ratchet.infra.runs.served import ServedLog, served
+from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.call_log import CallLog
+from ratchet.rlhf.agents import serving
+from ratchet.rlhf.agents.agent_loop import Generator, Rules
+from ratchet.rlhf.agents.gateway import Gateway
+from ratchet.rlhf.agents.serving import Served
+from ratchet.rlhf.data.examples import supervised
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rollout.engine import Request, Sampling
 from tests import tiny
 
 KEY = "sk-of-all-clients"

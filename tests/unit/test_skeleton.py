@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from rlhf.config import LoRAConfig, ModelConfig
-from rlhf.errors import UserError
-from rlhf.models import actor_skeleton, attention_of, critic_skeleton, load_actor
-from rlhf.models.truncated import truncated
+from ratchet.rlhf.config import LoRAConfig, ModelConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import actor_skeleton, attention_of, critic_skeleton, load_actor
+from ratchet.rlhf.models.truncated import truncated
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50,
@@ -154,7 +154,7 @@ def test_incomplete_and_damaged_folders_are_refused(tmp_path: Path) -> None:
 
 def test_adapters_of_a_skeleton_are_those_of_a_whole_model(tmp_path: Path) -> None:
     """They have their weights, though the base has none."""
-    from rlhf.models import lora
+    from ratchet.rlhf.models import lora
 
     settings = LoRAConfig(r=2)
     model = saved("llama", tmp_path)

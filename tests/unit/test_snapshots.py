@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.execution.snapshots import Snapshots, describe, is_affordable
-from infra.store.object_store import ObjectStore
-from infra.store.run_store import RunStore
-from infra.workers.groups import WorkerGroups
-from infra.workers.worker import Worker
-from rlhf.config import RunConfig
+from ratchet.infra.execution.snapshots import Snapshots, describe, is_affordable
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.groups import WorkerGroups
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.padded import properties
 

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from rlhf.config import ModelConfig
-from rlhf.data.examples import preferences, supervised
-from rlhf.data.prompts import Prompt, encode, end_of_turn
-from rlhf.models import eos_token_ids, tokenizer_digest
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.data.examples import preferences, supervised
+from ratchet.rlhf.data.prompts import Prompt, encode, end_of_turn
+from ratchet.rlhf.models import eos_token_ids, tokenizer_digest
 from tests import tiny
 
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from flows.summary import first_prompt, summary
-from infra.execution.devices import check_devices
-from infra.execution.driver import check_inputs, say_what_changed
-from infra.progress import Note, listening
-from infra.store.records import Claim, ShardCommit
-from infra.store.run_store import RunStore
-from rlhf.config import RunConfig
-from rlhf.data.formats import formulas_of
-from rlhf.data.prompts import PromptDataset
-from rlhf.errors import UserError
-from rlhf.models import longest_sequence
+from ratchet.flows.summary import first_prompt, summary
+from ratchet.infra.execution.driver import check_inputs, say_what_changed
+from ratchet.infra.execution.preflight.devices import check_devices
+from ratchet.infra.progress import Note, listening
+from ratchet.infra.store.records import Claim, ShardCommit
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.data.formats import formulas_of
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import longest_sequence
 from tests import tiny
 
 without_gpus = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -118,7 +118,7 @@ def test_trajectories_that_the_models_cannot_read(root: Path, tmp_path: Path, en
 def test_the_limit_is_that_of_vllm(root: Path, tmp_path: Path) -> None:
     from transformers import MambaConfig
 
-    from rlhf.config import ModelConfig
+    from ratchet.rlhf.config import ModelConfig
 
     def limit(name: str, **rope: Any) -> int | None:
         folder = with_config(tmp_path / name, root, rope_parameters={"rope_theta": 1e4, **rope})

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.engines.parts import Part
-from rlhf.engines.state_digest import CHUNK, KIND, of_parts, sums
+from ratchet.rlhf.weights.state_digest import CHUNK, KIND, of_parts, sums
+from ratchet.rlhf.weights.tensor_shards import Part
 from tests.padded import properties
 
 KEY = -1234567890123456789

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.ui.server import AT_ONCE, LIMITS
-from infra.query import query
-from infra.runs import open_run
-from infra.sql import DataFile, FileTable, Statement, Tables
-from infra.statements import Limits, StatementFailed, Statements
-from rlhf.errors import UserError
+from ratchet.flows.ui.server import AT_ONCE, LIMITS
+from ratchet.infra.runs.query import query
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.runs.sql import DataFile, FileTable, Statement, Tables
+from ratchet.infra.runs.statements import Limits, StatementFailed, Statements
+from ratchet.rlhf.errors import UserError
 from tests.browser import served
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def processes() -> list[psutil.Process]:
     """Those of this test that run statements."""
     found = []
     for child in psutil.Process().children():
-        if child.status() != psutil.STATUS_ZOMBIE and "infra.sql_process" in child.cmdline():
+        if child.status() != psutil.STATUS_ZOMBIE and "ratchet.infra.runs.sql_process" in child.cmdline():
             found.append(child)
     return found
 
@@ -136,7 +136,7 @@ def test_a_query_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         (SLOW, Limits(0.5, 2**29, 1), "it took longer than 0.5 s"),
         (LARGE, Limits(600.0, 2**29, 1), "it needs more than 0.5 GiB of memory"),
     ):
-        monkeypatch.setattr("infra.query._statements", Statements(limits))
+        monkeypatch.setattr("ratchet.infra.runs.query._statements", Statements(limits))
         with pytest.raises(
             UserError, match=f"^query: {said}; choose fewer iterations or columns; tables are advantages"
         ):
@@ -172,7 +172,7 @@ def test_a_process_answers_as_long_as_it_is_as_good_as_a_new_one(monkeypatch: py
 
 def test_a_process_ends_with_its_parent() -> None:
     program = (
-        "import psutil; from infra.statements import *; from infra.sql import *\n"
+        "import psutil; from ratchet.infra.runs.statements import *; from ratchet.infra.runs.sql import *\n"
         "with Statements(Limits(3600.0, 2**30, 1)).child() as child:\n"
         "    print(psutil.Process().children()[0].pid, flush=True)\n"
         f'    child.ask(Tables(), Statement("select {SLOW}"))'

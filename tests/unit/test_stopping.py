@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from infra.execution.stopping import Stopped, Stopping
-from infra.progress import Event, Note, listening
+from ratchet.infra.execution.stopping import Stopped, Stopping
+from ratchet.infra.progress import Event, Note, listening
 
 
 def test_a_signal_may_come_while_what_it_reports_is_being_printed() -> None:

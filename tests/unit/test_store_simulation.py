@@ -24,10 +24,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from infra.store.log import TAIL, Fenced
-from infra.store.manifest import Checkpoint, Fingerprint, Manifest
-from infra.store.object_store import ObjectStore, StoreUnavailable
-from infra.store.records import (
+from ratchet.infra.store.log import TAIL, Fenced
+from ratchet.infra.store.manifest import Checkpoint, Fingerprint, Manifest
+from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
+from ratchet.infra.store.records import (
     Claim,
     Commit,
     Finalize,
@@ -42,7 +42,7 @@ from infra.store.records import (
     Weights,
     sha256_of,
 )
-from infra.store.run_store import RunStore
+from ratchet.infra.store.run_store import RunStore
 from tests.simulated import Clock, Fault, Killed, Memory, Simulated
 
 SHARDS = 2
@@ -366,8 +366,8 @@ def _refs(commit: Commit) -> list[ObjectRef | ShardRef]:
 
 
 def test_drivers_on_a_store_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.store.records.PAGE", 3)
-    monkeypatch.setattr("infra.store.run_store.PAGE", 3)
+    monkeypatch.setattr("ratchet.infra.store.records.PAGE", 3)
+    monkeypatch.setattr("ratchet.infra.store.run_store.PAGE", 3)
     run_state_machine_as_test(
         Drivers,
         settings=settings(

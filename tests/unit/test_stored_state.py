@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from infra.store.log import Corrupt
-from infra.store.manifest import BLOCK, Checkpoint
-from infra.store.object_store import ObjectStore
-from infra.store.records import Claim, Weights
-from infra.store.run_store import RunStore
-from infra.workers.checkpoints import stored_state
-from rlhf.engines.parts import AT_ONCE, Part
-from rlhf.engines.stored_state import StoredState, StoredTensor
+from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.manifest import BLOCK, Checkpoint
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import Claim, Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.checkpoints import stored_state
+from ratchet.rlhf.weights.stored_state import StoredState, StoredTensor
+from ratchet.rlhf.weights.tensor_shards import AT_ONCE, Part
 from tests.padded import properties
 
 WEIGHTS = Weights(version=1, digest="of a test")

@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from flows import cli, views
-from flows.terminal import visible
-from rlhf.data.prompts import PromptDataset
-from rlhf.errors import UserError
+from ratchet.flows.commands import app, tables
+from ratchet.flows.terminal import visible
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.errors import UserError
 
 HOSTILE = [
     "\x1b]0;title\x07",
@@ -41,8 +41,8 @@ def test_a_files_name_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in (b"\xff.txt", b"\x1b[2J"):
         (tmp_path / "run" / os.fsdecode(name)).touch()
     written = io.StringIO()
-    monkeypatch.setattr(cli, "console", Console(file=written, markup=False))
-    cli.vacuum("run", store=f"file://{tmp_path}", foreign=True)
+    monkeypatch.setattr(app, "console", Console(file=written, markup=False))
+    app.vacuum("run", store=f"file://{tmp_path}", foreign=True)
     assert written.getvalue().splitlines()[:2] == ["\\x1b[2J", "\\udcff.txt"]
 
 
@@ -58,7 +58,7 @@ def test_trajectories_are_printed_as_text(format: str, text: str, capsys: pytest
         {"response": [text], "reward_parts": [{text: 1.0}], "turns": [[{"role": "a", "content": text}]]}
     )
     printed = io.StringIO()
-    views.rows(Console(file=printed, force_terminal=False, width=200), frame, format)
+    tables.rows(Console(file=printed, force_terminal=False, width=200), frame, format)
     found = printed.getvalue() + capsys.readouterr().out
     assert found
     assert all(character.isprintable() or character in "\n\t" for character in found), repr(found)

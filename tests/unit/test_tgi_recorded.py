@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import ModelConfig
-from rlhf.engines.base import Request, Sampling
-from rlhf.engines.server_rollout import ServerRollout
-from rlhf.models import load_tokenizer
+from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.models import load_tokenizer
+from ratchet.rlhf.rollout.engine import Request, Sampling
+from ratchet.rlhf.rollout.server_engine import ServerRollout
 from tests.tiny import model_folder
 
 STOPPED = (

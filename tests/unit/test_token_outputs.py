@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from rlhf.batch import TrajectoryBatch
-from rlhf.engines import micro_batches, ranks
-from rlhf.engines.micro_batches import Layout, MicroBatch
-from rlhf.engines.sequence_parallel import Team
-from rlhf.engines.token_outputs import TokenOutputs
-from rlhf.errors import UserError
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.sequence_parallel import Team
+from ratchet.rlhf.models.token_outputs import TokenOutputs
+from ratchet.rlhf.train import micro_batches
+from ratchet.rlhf.train.micro_batches import Layout, MicroBatch
 from tests.largest import Largest
 
 SMALL = {
@@ -115,7 +116,7 @@ def test_no_mask_has_all_positions(
 ) -> None:
     """Of a row of 131,072 tokens it would take 16 GiB. Here masks of 131,072 elements are large."""
     monkeypatch.setattr(micro_batches, "MASKED", 2**10)
-    monkeypatch.setattr("rlhf.engines.segments.MASK_ELEMENTS", 2**17)
+    monkeypatch.setattr("ratchet.rlhf.models.segments.MASK_ELEMENTS", 2**17)
     loaded, random = model("llama"), np.random.default_rng(0)
     draws = [[random.integers(3, 50, size).tolist() for size in pair] for pair in lengths]
     columns = {"prompt_ids": [prompt for prompt, _ in draws], "response_ids": [response for _, response in draws]}

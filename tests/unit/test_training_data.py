@@ -18,17 +18,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infra.parquet_file import write_parquet
-from infra.runs import Run, open_run
-from infra.store.manifest import Fingerprint, Manifest
-from infra.store.records import ShardCommit, StageCommit
-from infra.store.run_store import RunStore
-from infra.training_data import METADATA, Dataset, Reason, dataset
-from rlhf.config import RewardTraining, SFTConfig
-from rlhf.data.overlap import near_duplicates
-from rlhf.data.selection import Kind, Selection
-from rlhf.errors import UserError
-from rlhf.schema import TRAJECTORY
+from ratchet.infra.runs.parquet_file import write_parquet
+from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.runs.training_data import METADATA, Dataset, Reason, dataset
+from ratchet.infra.store.manifest import Fingerprint, Manifest
+from ratchet.infra.store.records import ShardCommit, StageCommit
+from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.config import RewardTraining, SFTConfig
+from ratchet.rlhf.data.overlap import near_duplicates
+from ratchet.rlhf.data.selection import Kind, Selection
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.schema import TRAJECTORY
 from tests import tiny
 from tests.tiers import sampled
 
@@ -575,8 +575,8 @@ def test_trainers_of_trl_take_a_step(files: dict[str, str], kind: str, tmp_path:
 
 
 def test_both_fits_take_a_step(files: dict[str, str], tmp_path: Path) -> None:
-    from flows.sft import sft
-    from flows.train_reward_model import train_reward_model
+    from ratchet.flows.sft import sft
+    from ratchet.flows.train_reward_model import train_reward_model
 
     common = {"model": {"path": files["model"], "dtype": "float32"}, "lr": 1e-3}
     run = {"store": f"file://{tmp_path}/runs"}
@@ -604,9 +604,9 @@ def test_trainers_see_the_prompt_as_the_policy_did(files: dict[str, str]) -> Non
     """No template is applied a second time, and none is left out."""
     from trl.data_utils import maybe_apply_chat_template
 
-    from rlhf.config import ModelConfig
-    from rlhf.data.examples import supervised
-    from rlhf.models import load_tokenizer
+    from ratchet.rlhf.config import ModelConfig
+    from ratchet.rlhf.data.examples import supervised
+    from ratchet.rlhf.models import load_tokenizer
 
     tokenizer = load_tokenizer(ModelConfig(path=files["model"]))
     [name] = set(pq.read_table(files["sft"])["run"].to_pylist())

@@ -7,23 +7,23 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from infra.store.object_store import ObjectStore
-from infra.store.run_store import RunStore
-from infra.workers.calls import Call, Context, RowsCall, ShardStart
-from infra.workers.engines import Engines
-from infra.workers.resources import Resources
-from infra.workers.worker import Worker
-from rlhf.batch import TrajectoryBatch
-from rlhf.config import RunConfig, parse_config
-from rlhf.engines.base import Request, Sampling
-from rlhf.engines.generation import Rules
-from rlhf.environments.dialogues import Dialogue
-from rlhf.errors import UserError
-from rlhf.schema import TRAJECTORY
-from rlhf.stage_config import StageConfig
-from tasks.advantages import ADVANTAGES, AdvantagesConfig
-from tasks.generate import GENERATE
-from tasks.score import SCORE, ScoreConfig
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.calls import Call, Context, RowsCall, ShardStart
+from ratchet.infra.workers.engines import Engines
+from ratchet.infra.workers.resources import Resources
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.agents.agent_loop import Rules
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import RunConfig, parse_config
+from ratchet.rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rollout.engine import Request, Sampling
+from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.stage_config import StageConfig
+from ratchet.tasks.stages.advantages import ADVANTAGES, AdvantagesConfig
+from ratchet.tasks.stages.generate import GENERATE
+from ratchet.tasks.stages.score import SCORE, ScoreConfig
 
 POLICY, ENVIRONMENT = "policy", "environment"
 TURNS: dict[str, Any] = {

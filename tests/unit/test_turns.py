@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from infra.store.object_store import ObjectStore
-from infra.store.records import Weights
-from infra.store.run_store import RunStore
-from infra.workers import worker as worker_module
-from infra.workers.worker import Worker
-from rlhf.engines import model_engine, vllm_rollout
-from rlhf.engines.host_buffers import release_memory
-from rlhf.engines.vllm_child import Engine
-from rlhf.engines.vllm_rollout import without_expandable_segments
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers import worker as worker_module
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.distributed.host_buffers import release_memory
+from ratchet.rlhf.rollout import vllm_engine
+from ratchet.rlhf.rollout.vllm_engine import without_expandable_segments
+from ratchet.rlhf.rollout.vllm_process import Engine
+from ratchet.rlhf.train import model_engine
 from tests import tiny
 
 FIRST, SECOND = Weights(version=0, digest="first"), Weights(version=1, digest="second")
@@ -48,7 +49,7 @@ class Told:
 
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Worker:
     """A worker of a run with vLLM whose models take turns, which has loaded its first weights."""
-    monkeypatch.setattr(vllm_rollout, "Child", Told)
+    monkeypatch.setattr(vllm_engine, "Child", Told)
     TOLD.clear()
     tiny.workspace(tmp_path)
     config = tiny.config(

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf.engines import weight_transfer
-from rlhf.engines.meeting import Meeting
-from rlhf.engines.weight_files import write_weights
-from rlhf.engines.weight_link import SENDER, LinkLost, WeightLink
-from rlhf.engines.weight_transfer import Memory, Packed, SharedMemory, mapped, send
+from ratchet.rlhf.distributed.rendezvous import Meeting
+from ratchet.rlhf.weights import buckets
+from ratchet.rlhf.weights.broadcast import SENDER, LinkLost, WeightLink
+from ratchet.rlhf.weights.buckets import Memory, Packed, SharedMemory, mapped, send
+from ratchet.rlhf.weights.weight_files import write_weights
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_what_arrives_is_what_was_sent(
         received.extend((name, tensor.clone()) for name, tensor in packed.tensors(memory.memory))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_transfer, "BUCKET_BYTES", {"cpu": bucket})
+        patch.setattr(buckets, "BUCKET_BYTES", {"cpu": bucket})
         sent = send(weights, dtype, [Memory(CPU) for _ in range(buffers)], deliver)
     assert [name for name, _ in received] == [name for name, _ in weights]
     for (_, arrived), (_, original) in zip(received, weights, strict=True):
@@ -67,7 +67,7 @@ def test_what_arrives_is_what_was_sent(
 
 
 def test_a_bucket_is_filled_while_another_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", {"cpu": 4})
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", {"cpu": 4})
     second_is_filled = threading.Event()
     read: list[float] = []
 
@@ -86,7 +86,7 @@ def test_a_bucket_is_filled_while_another_is_read(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_error_of_the_receiver_reaches_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", {"cpu": 4})
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", {"cpu": 4})
 
     def deliver(packed: Packed, memory: Memory) -> None:
         if "tensor 1" in packed.names:
@@ -100,7 +100,7 @@ def test_an_error_of_the_receiver_reaches_the_sender(monkeypatch: pytest.MonkeyP
 def test_another_process_reads_shared_memory_and_nothing_is_left_of_it() -> None:
     memory = SharedMemory()
     memory.reserve(1000).copy_(torch.arange(1000) % 251)
-    read = f"from rlhf.engines.weight_transfer import mapped; print(mapped({memory.path!r}, 1000).sum().item())"
+    read = f"from ratchet.rlhf.weights.buckets import mapped; print(mapped({memory.path!r}, 1000).sum().item())"
     other = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
     assert int(other.stdout) == int((torch.arange(1000) % 251).sum())
     path = memory.path
@@ -119,9 +119,9 @@ WEIGHTS = [(f"layers.{number}.weight", (number % 7 + 1, 300)) for number in rang
 
 def run_transfers(adapter_config: bytes | None) -> tuple[int, list[tuple[bytes | None, list[tuple[str, Tensor]]]]]:
     """The last rank sends to the others, twice; returns what was sent and received."""
-    from rlhf.engines import ranks
+    from ratchet.rlhf.distributed import ranks
 
-    weight_transfer.BUCKET_BYTES = {"cpu": 5000}
+    buckets.BUCKET_BYTES = {"cpu": 5000}
     count = ranks.count()
     sends = ranks.rank() == count - 1
     meeting = Meeting("127.0.0.1", 600) if sends else None
@@ -160,9 +160,9 @@ def test_all_processes_of_a_rollout_receive_what_the_trainer_broadcasts_once(
 
 def run_files(folder: Path) -> dict[str, Tensor]:
     """The receiver writes what arrives to files, as for a server: buckets use the same memory again."""
-    from rlhf.engines import ranks
+    from ratchet.rlhf.distributed import ranks
 
-    weight_transfer.BUCKET_BYTES = {"cpu": 5000}
+    buckets.BUCKET_BYTES = {"cpu": 5000}
     sends = ranks.rank() == 1
     meeting = Meeting("127.0.0.1", 600) if sends else None
     url = ranks.gathered(None if meeting is None else meeting.url)[-1]
@@ -190,9 +190,9 @@ def test_what_arrives_may_be_kept_in_files(tmp_path: Path) -> None:
 
 RECEIVES_ONE_TENSOR = """
 import os, sys
-from rlhf.engines import weight_transfer
-from rlhf.engines.weight_files import write_weights
-from rlhf.engines.weight_link import WeightLink
+from ratchet.rlhf.engines import weight_transfer
+from ratchet.rlhf.weights.weight_files import write_weights
+from ratchet.rlhf.weights.broadcast import WeightLink
 _, tensors = WeightLink(sys.argv[1], 1, 2, "127.0.0.1", 600).receive()
 next(tensors)
 os.kill(os.getpid(), 9)
@@ -200,7 +200,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_trainer_notices_that_a_rollout_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", {"cpu": 4})
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", {"cpu": 4})
     meeting = Meeting("127.0.0.1", 600)
     with subprocess.Popen([sys.executable, "-c", RECEIVES_ONE_TENSOR, meeting.url]) as receiver:
         link = WeightLink(meeting, SENDER, 2, "127.0.0.1", 600)

@@ -11,22 +11,22 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from infra.execution.driver import Driver
-from infra.execution.executors import StageHandle
-from infra.store.log import Fenced, RunLog
-from infra.store.object_store import ObjectStore
-from infra.store.records import ShardRef, Weights
-from infra.store.run_store import RunStore
-from infra.workers.calls import Call, Context, RowsCall, ShardOutput, ShardSummary, UpdateCall
-from infra.workers.engines import Engines
-from infra.workers.worker import Worker, WrongPolicyVersion
-from rlhf.batch import TrajectoryBatch
-from rlhf.errors import NotFinite
-from rlhf.schema import Column
-from rlhf.stage_config import StageConfig
-from tasks.old_log_probs import OLD_LOG_PROBS, OldLogProbsConfig, old_log_probs
-from tasks.rows import ShardJob
-from tasks.score import SCORE
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.store.log import Fenced, RunLog
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import ShardRef, Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.workers.calls import Call, Context, RowsCall, ShardOutput, ShardSummary, UpdateCall
+from ratchet.infra.workers.engines import Engines
+from ratchet.infra.workers.worker import Worker, WrongPolicyVersion
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.errors import NotFinite
+from ratchet.rlhf.schema import Column
+from ratchet.rlhf.stage_config import StageConfig
+from ratchet.tasks.shard_runner import ShardJob
+from ratchet.tasks.stages.old_log_probs import OLD_LOG_PROBS, OldLogProbsConfig, old_log_probs
+from ratchet.tasks.stages.score import SCORE
 from tests import tiny
 
 BEFORE = Weights(version=3, digest="3 steps")
@@ -103,8 +103,8 @@ def test_a_worker_serves_no_older_driver(worker: Worker) -> None:
 
 
 def test_what_shares_the_actors_tensors_is_built_anew_with_it(tmp_path: Path) -> None:
-    from rlhf.engines.hf_rollout import HFRollout
-    from rlhf.engines.model_engine import WithoutAdapters
+    from ratchet.rlhf.rollout.hf_engine import HFRollout
+    from ratchet.rlhf.train.model_engine import WithoutAdapters
 
     tiny.workspace(tmp_path)
     config = tiny.config(tmp_path, model__lora={"r": 2})
@@ -121,8 +121,8 @@ def test_what_shares_the_actors_tensors_is_built_anew_with_it(tmp_path: Path) ->
 
 def test_models_that_share_a_device_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever computes is on the device, and besides it nothing that gives way."""
-    from rlhf.engines.hf_rollout import HFRollout
-    from rlhf.engines.model_engine import ModelEngine
+    from ratchet.rlhf.rollout.hf_engine import HFRollout
+    from ratchet.rlhf.train.model_engine import ModelEngine
 
     there: dict[int, tuple[bool, bool]] = {}
 

@@ -3,11 +3,11 @@
 `ratchet convert` converts by them, errors about unknown keys quote them, and `docs/migration.md` prints them.
 """
 
-from rlhf.config.counterparts.answers import answers
-from rlhf.config.counterparts.base import Assumed, Converted, Counterpart, NoEqual, Settings, Source, Value
-from rlhf.config.counterparts.openrlhf import OPENRLHF
-from rlhf.config.counterparts.trl import GRPO, PPO
-from rlhf.config.counterparts.verl import VERL
+from ratchet.rlhf.config.counterparts.answers import answers
+from ratchet.rlhf.config.counterparts.base import Assumed, Converted, Counterpart, NoEqual, Settings, Source, Value
+from ratchet.rlhf.config.counterparts.openrlhf import OPENRLHF
+from ratchet.rlhf.config.counterparts.trl import GRPO, PPO
+from ratchet.rlhf.config.counterparts.verl import VERL
 
 __all__ = ["SOURCES", "Assumed", "Converted", "Counterpart", "NoEqual", "Settings", "Source", "Value", "answers"]
 SOURCES: tuple[Source, ...] = (VERL, GRPO, PPO, OPENRLHF)

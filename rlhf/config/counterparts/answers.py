@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlhf.config.counterparts.base import Assumed, Counterpart, NoEqual, Settings, Source, Value
-from rlhf.config.reading import yaml_text
-from rlhf.errors import UserError
+from ratchet.rlhf.config.counterparts.base import Assumed, Counterpart, NoEqual, Settings, Source, Value
+from ratchet.rlhf.config.reading import yaml_text
+from ratchet.rlhf.errors import UserError
 
 
 def answers(key: str, value: Value, sections: Sequence[str], sources: Sequence[Source]) -> dict[str, str]:

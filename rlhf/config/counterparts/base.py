@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError
 
 Value: TypeAlias = bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"] | None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf.config.counterparts.base import (
+from ratchet.rlhf.config.counterparts.base import (
     Assumed,
     Conversion,
     Converted,
@@ -21,7 +21,7 @@ from rlhf.config.counterparts.base import (
     direct,
     without_equal,
 )
-from rlhf.config.counterparts.shared import (
+from ratchet.rlhf.config.counterparts.shared import (
     LENGTH,
     NO_DUAL_CLIP,
     data_file,

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.algorithms import PolicyLoss
-from rlhf.config.counterparts.base import Assumed, Converted, NoEqual, Settings, Value
-from rlhf.data.folders import ENDINGS
+from ratchet.rlhf.algorithms import PolicyLoss
+from ratchet.rlhf.config.counterparts.base import Assumed, Converted, NoEqual, Settings, Value
+from ratchet.rlhf.data.folders import ENDINGS
 
 
 def sole_file(names: Sequence[str]) -> Value | Assumed:
@@ -79,7 +79,7 @@ def loss_option(loss: str, option: str, value: Value) -> Converted:
     Raises:
         NoEqual: the loss has no such option.
     """
-    from rlhf.config.reading import models_in
+    from ratchet.rlhf.config.reading import models_in
 
     model = next(model for model in models_in(PolicyLoss) if model.model_fields["type"].default == loss)
     if option not in model.model_fields:

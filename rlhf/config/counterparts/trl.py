@@ -6,7 +6,7 @@ and of the ModelConfig and ScriptArguments of its scripts.
 
 from __future__ import annotations
 
-from rlhf.config.counterparts.base import (
+from ratchet.rlhf.config.counterparts.base import (
     Assumed,
     Conversion,
     Converted,
@@ -19,7 +19,7 @@ from rlhf.config.counterparts.base import (
     direct,
     without_equal,
 )
-from rlhf.config.counterparts.shared import (
+from ratchet.rlhf.config.counterparts.shared import (
     LENGTH,
     NO_DUAL_CLIP,
     data_file,

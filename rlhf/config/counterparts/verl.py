@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rlhf.config.counterparts.base import (
+from ratchet.rlhf.config.counterparts.base import (
     Assumed,
     Conversion,
     Converted,
@@ -18,7 +18,7 @@ from rlhf.config.counterparts.base import (
     direct,
     without_equal,
 )
-from rlhf.config.counterparts.shared import (
+from ratchet.rlhf.config.counterparts.shared import (
     LENGTH,
     known_iterations,
     loss_option,

@@ -1,0 +1,154 @@
+"""`ratchet data`: generates or converts prompt datasets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ratchet.rlhf.errors import UserError, counted, in_one_line
+
+data = typer.Typer(help="Write prompt datasets.", no_args_is_help=True)
+console = Console(soft_wrap=True, markup=False)
+
+
+@data.command()
+def countdown(
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="folder for train.parquet, test.parquet and sft.parquet")
+    ],
+    train: Annotated[int, typer.Option(help="training problems", min=1)] = 6144,
+    test: Annotated[int, typer.Option(help="held-out problems, disjoint from the training ones", min=1)] = 1024,
+    operands: Annotated[int, typer.Option(help="numbers in a problem", min=2, max=5)] = 3,
+    low: Annotated[int, typer.Option(help="smallest number", min=0)] = 1,
+    high: Annotated[int, typer.Option(help="largest number", min=1)] = 20,
+    high_product: Annotated[int, typer.Option(help="largest number in problems that need a product", min=1)] = 10,
+    max_target: Annotated[int, typer.Option(help="largest target", min=1)] = 100,
+    sft_per_problem: Annotated[
+        int, typer.Option(help="worked solutions per training problem in sft.parquet", min=0)
+    ] = 4,
+    seed: Annotated[int, typer.Option(help="seed of the problems", min=0)] = 0,
+) -> None:
+    """Countdown: reach a target with the given numbers, using each once."""
+    import pyarrow.parquet as pq
+
+    from ratchet.rlhf.data import countdown as game
+
+    try:
+        problems = game.problems(
+            seed=seed,
+            count=train + test,
+            operands=operands,
+            low=low,
+            high=high,
+            max_target=max_target,
+            high_product=high_product,
+        )
+    except ValueError as error:
+        raise UserError(f"data countdown: {error}") from None
+    training, held_out = game.split(problems, test)
+    make_folder(output)
+    pq.write_table(game.rows(training, split="train"), output / "train.parquet")
+    pq.write_table(game.rows(held_out, split="test"), output / "test.parquet")
+    if sft_per_problem:
+        pq.write_table(game.sft_rows(training, seed=seed, per_problem=sft_per_problem), output / "sft.parquet")
+    console.print(f"{len(training)} training and {len(held_out)} held-out problems in {output}")
+
+
+Source = Annotated[
+    str,
+    typer.Option(
+        help="path or URL of a file, or of a folder or hub dataset with train.* and test.* (Parquet, Arrow, JSON, CSV)"
+    ),
+]
+Output = Annotated[Path, typer.Argument(metavar="OUT", help="folder for train.parquet and test.parquet")]
+
+
+@data.command()
+def gsm8k(output: Output, source: Source = "hf://datasets/openai/gsm8k/main") -> None:
+    """GSM8K: grade-school maths, from the original JSON lines (question, answer) or from the hub."""
+    from ratchet.rlhf.data import datasets
+
+    _write_splits(output, source, datasets.gsm8k)
+
+
+@data.command()
+def math(output: Output, source: Source = "hf://datasets/DigitalLearningGmbH/MATH-lighteval/data") -> None:
+    """MATH and similar datasets: rows of problem and solution, or problem and answer."""
+    from ratchet.rlhf.data import datasets
+
+    _write_splits(output, source, datasets.math)
+
+
+@data.command()
+def prompts(
+    output: Output,
+    source: Source,
+    data_source: Annotated[str, typer.Option(help="name of the dataset, for rewards and metrics")],
+    prompt: Annotated[str, typer.Option(help="column of the prompt")] = "prompt",
+    truth: Annotated[str | None, typer.Option(help="column of the ground truth")] = None,
+    instruction: Annotated[str | None, typer.Option(help="text to append to each prompt")] = None,
+) -> None:
+    """Prompts from any table."""
+    from functools import partial
+
+    from ratchet.rlhf.data import datasets
+
+    _write_splits(
+        output,
+        source,
+        partial(datasets.prompts, prompt=prompt, truth=truth, data_source=data_source, instruction=instruction),
+    )
+
+
+def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> None:
+    import fsspec
+    import pyarrow.parquet as pq
+
+    from ratchet.rlhf.data.files import read
+    from ratchet.rlhf.data.folders import ENDINGS, FORMATS
+
+    try:
+        files, path = fsspec.core.url_to_fs(source)
+        is_there, is_folder = files.exists(path), files.isdir(path)
+        names = files.glob(f"{path}/*") if is_folder else [path]
+    except Exception as error:  # the hub has its own errors for missing data and for a network that fails
+        raise UserError(f"--source {source}: {in_one_line(error)}") from None
+    if not is_there:
+        raise UserError(f"--source {source} does not exist")
+    urls_of_split: dict[str, list[str]] = {}
+    for name in sorted(names):
+        # test.jsonl, test-00000-of-00001.parquet, but not test_socratic.jsonl; a single file is for training by default
+        named_split = re.match(r"(train|test)[.-]", Path(name).name)
+        if not is_folder or (named_split and name.endswith(ENDINGS)):
+            url = files.unstrip_protocol(name) if is_folder else source
+            urls_of_split.setdefault(named_split[1] if named_split else "train", []).append(url)
+    if is_folder and "train" not in urls_of_split:
+        raise UserError(f"--source {source} has no train file, such as train.jsonl: the formats are {FORMATS}")
+    for split, urls in sorted(urls_of_split.items(), reverse=True):
+        table = convert((row for url in urls for row in read(url)), split)
+        make_folder(output)
+        pq.write_table(table, output / f"{split}.parquet")
+        console.print(f"{counted(len(table), 'prompt')} in {output / split}.parquet")
+
+
+def whole_short_help(app: typer.Typer) -> None:
+    """Let the list of commands show the whole first sentence of each command's help, which Typer would crop."""
+    for command in app.registered_commands:
+        paragraph = (command.callback.__doc__ or "").split("\n\n")[0] if command.callback is not None else ""
+        command.short_help = re.split(r"\.(?= |$)", " ".join(paragraph.split()))[0]
+
+
+whole_short_help(data)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents. Raises `UserError` if that is not possible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write a folder at {path}: {error.strerror}") from None

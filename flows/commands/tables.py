@@ -1,0 +1,564 @@
+"""The output of commands: tables of a run, of trajectories, of an evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box, filesize
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from ratchet.flows.commands.run_arguments import run_argument
+from ratchet.flows.shown_metrics import STATUS, shown_in
+from ratchet.flows.terminal import visible
+from ratchet.infra.execution import heartbeat
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.query import LIMITS
+from ratchet.infra.runs.run import Run, open_run, own_answers
+from ratchet.infra.runs.sql import Statement, execute, isolated, reason
+from ratchet.infra.store.run_store import VALIDATE
+from ratchet.rlhf import consent
+from ratchet.rlhf.agents.transcripts import transcript
+from ratchet.rlhf.config import RunConfig, parse_config
+from ratchet.rlhf.errors import UserError, counted, reached
+from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.validation import means, sums
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+    from typing import Any
+
+    import pandas as pd
+
+    from ratchet.flows.sweep import Arm
+    from ratchet.flows.ui.documents import Decode
+    from ratchet.infra.runs.listing import RunSummary
+    from ratchet.infra.runs.verify import Finding
+    from ratchet.tasks.analysis.bisect import Hack, Rescored
+    from ratchet.tasks.analysis.explain import Origin
+
+
+FOLDED_LINES, FOLDED_CHARACTERS = 3, 200
+"""What all prompts begin with is folded if it has as many lines or characters."""
+
+
+def status(console: Console, run: Run, last: int) -> None:
+    """Print the stages and metrics of the `last` iterations, and who drives the run."""
+    if run.is_fit:
+        title = f"{run.store.url.rpartition('/')[2]}: a fit, {counted(run.state.iteration, 'round')}"
+        if run.state.iteration == 0:
+            console.print(title)
+        else:
+            rows(console, run.metrics(last), "table", title)
+    else:
+        _status(console, run, last)
+    beat = heartbeat.is_alive(run.store.objects, console.print)
+    if beat is not None:
+        console.print(f"driven by pid {beat.pid} on {beat.host}")
+        return
+    last_beat = heartbeat.read(run.store.objects)
+    failure = None if last_beat is None else last_beat.failure
+    why = "" if failure is None else f"; the last one failed: {visible(failure)}"
+    console.print(f"no driver is at work{why}", highlight=False)
+
+
+def _status(console: Console, run: Run, last: int) -> None:
+    from ratchet.tasks.pipeline import stages_of  # imports torch
+
+    state, config = run.state, run.config
+    first = max(0, state.iteration - last)
+    stages = stages_of(config)
+    title = f"{config.run.name}: {reached(state.iteration, config.iterations)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table.add_column("it", justify="right")
+    for stage in stages:
+        table.add_column(stage.label, justify="center", overflow="fold")
+    unknown = False
+    for iteration in range(first, max([state.iteration, *state.ahead]) + 1):
+        progress = run.progress(iteration)
+        unknown |= any(text.endswith("/?") for text in progress.values())
+        missing = "·" if iteration >= state.iteration else ""
+        if progress or not missing:
+            stages_done = [progress.get(stage.name, "" if stage.name == VALIDATE else missing) for stage in stages]
+            table.add_row(str(iteration), *stages_done)
+    legend = "✓ committed, – skipped, 2/4 shards committed, · missing"
+    if unknown:
+        legend += "; 13/?: the number of shards depends on the prompts of validation.data"
+    console.print(table, legend, highlight=False)
+    metrics = run.metrics(last)
+    shown = [display for display in shown_in(STATUS) if display.name in metrics]
+    numbers = Table("it", box=box.SIMPLE_HEAD)
+    for display in shown:
+        numbers.add_column(display.name, overflow="fold")
+    for row in metrics.to_dict("records"):
+        numbers.add_row(f"{row['iteration']:.0f}", *(display.text(row[display.name]) for display in shown))
+    if shown:
+        console.print(numbers)
+    _failures(console, run, metrics)
+    snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
+    console.print(f"term {state.term}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
+    if state.iteration < config.iterations and config.ends_early(run.deciding_scores()):
+        console.print(f"ended early: the last {config.validation.patience} validations were no better")
+
+
+def _failures(console: Console, run: Run, metrics: pd.DataFrame) -> None:
+    """Print the first failures of the newest iteration that had some."""
+    from ratchet.tasks.failures import METRICS, told  # imports torch
+
+    failed = metrics[metrics[[name for name in METRICS if name in metrics]].gt(0).any(axis=1)]
+    if len(failed):
+        for manifest in run.store.manifests(int(failed["iteration"].max())).values():
+            for text in told(run.store, run.config, manifest):
+                console.print(visible(text), highlight=False)
+
+
+def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: str) -> None:
+    """Print the runs of a store, the newest first."""
+    import pandas as pd
+
+    if not summaries:
+        console.print(f"there are no runs in {store}")
+        return
+    columns = ("run", "state", "iterations", "age", "size", "best validation")
+    cells = [_cells(summary) for summary in summaries]
+    if format != "table":
+        problems = [summary.problem for summary in summaries]
+        rows(console, pd.DataFrame(cells, columns=columns).assign(problem=problems), format)
+        return
+    shown = [columns, *(tuple(map(visible, texts)) for texts in cells)]
+    lines = _in_columns(shown, console.width if console.is_terminal else None)
+    console.print(*lines, sep="\n", highlight=False)
+    for summary in summaries:
+        if summary.problem:
+            console.print(f"{summary.name}: {summary.state}: {visible(summary.problem)}", highlight=False)
+
+
+def _in_columns(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Align rows in columns, to the left the first two and the last.
+
+    Args:
+        rows: the cells of each row.
+        width: the largest width; None: any. Of a row that is wider, the cells that do not fit are in another line.
+
+    Returns:
+        The lines.
+    """
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    limit = sum(widths) + 2 * len(widths) if width is None else width
+    # A long name has its own line.
+    widths[0] = min(widths[0], max(limit - sum(widths[1:-1]) - 2 * (len(widths) - 2), 0))
+    lines: list[str] = []
+    for row in rows:
+        line = ""
+        for number, (text, room) in enumerate(zip(row, widths, strict=True)):
+            is_last, padding = number == len(widths) - 1, " " * (room - cell_len(text))
+            cell = text if is_last else padding + text if number > 1 else text + padding
+            if line and text and cell_len(f"{line}  {cell}") > limit:
+                lines.append(line.rstrip())
+                line = f"  {text}"
+            else:
+                line = f"{line}  {cell}" if number else cell
+        lines.append(line.rstrip())
+    return lines
+
+
+def _cells(summary: RunSummary) -> tuple[str, ...]:
+    of = "" if summary.iterations is None else f"/{summary.iterations}"
+    best = "" if summary.best_validation is None else "{1:.3f} {0}".format(*summary.best_validation)
+    age = "" if math.isinf(summary.age_s) else _age(summary.age_s)
+    return summary.name, summary.state, f"{summary.iteration}{of}", age, filesize.decimal(summary.bytes), best
+
+
+def _age(seconds: float) -> str:
+    """A time span in its largest unit, such as 3 h."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def show(
+    console: Console,
+    run: Run,
+    iteration: int | None,
+    where: str | None,
+    columns: str | None,
+    limit: int,
+    format: str,
+    full: bool = False,
+) -> None:
+    """Print trajectories of an iteration (None: the last closed one). Without `full`, a table folds what all prompts
+    begin with, such as the system message."""
+    import duckdb
+
+    chosen = max(run.state.iteration - 1, 0) if iteration is None else iteration
+    trajectories = run.trajectories(iterations=[chosen])
+    if trajectories.empty:
+        none_yet = f"iteration {chosen} of {run.config.run.name} has no committed trajectories yet"
+        raise UserError("; ".join([none_yet, *_left_out(run, chosen, trajectories)]))
+    if columns is None:
+        has_turns = "turns" in trajectories and trajectories["turns"].notna().any()
+        response: tuple[str, ...] = ("turns", "turn_rewards") if has_turns else ("response",)
+        if "calls" in trajectories and trajectories["calls"].notna().any():
+            response = ("calls",)
+        if "rollout_error" in trajectories and trajectories["rollout_error"].notna().any():
+            response += ("rollout_error",)
+        names = [name for name in ("trajectory_id", "prompt", *response, "score") if name in trajectories]
+    else:
+        names = list(trajectories.columns) if columns == "all" else [name.strip() for name in columns.split(",")]
+    missing = [name for name in names if name not in trajectories]
+    if missing:
+        raise UserError(
+            f"--columns: there is no column {missing[0]}; the columns are {', '.join(trajectories.columns)}"
+        )
+    quoted = ", ".join(f'"{name}"' for name in names)
+    condition = f"where ({where})" if where else ""
+    query = f"select {quoted} from trajectories {condition} limit {limit}"
+    connection = isolated(LIMITS.memory_bytes // 2, LIMITS.threads)
+    connection.register("trajectories", trajectories)
+    try:
+        matching = execute(connection, Statement(query)).df()
+        count = execute(connection, Statement(f"select count(*) as n from trajectories {condition}")).df()["n"][0]
+    except duckdb.Error as error:
+        raise UserError(f"--where {where!r}: {reason(error)}") from None
+    whole = f"{len(trajectories)} trajectories"
+    among = f"{count} that match, of {whole}" if where else whole
+    which = f"the first {len(matching)} of {among}" if len(matching) < count else among
+    if format == "table" and not full:
+        for name in ("prompt", "calls"):
+            if name in matching:
+                matching[name] = _folded([_text(value) for value in matching[name]], _questions(trajectories, name))
+    rows(console, matching, format, f"{run.config.run.name}, iteration {chosen}: {which}")
+    if format == "table":
+        for line in _left_out(run, chosen, trajectories):
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def _left_out(run: Run, iteration: int, shown: pd.DataFrame) -> list[str]:
+    """A line about the generated trajectories that some stage has no row of, such as those that failed, if any."""
+    generated = run.trajectories(iteration, ["trajectory_id", "rollout_error"])
+    if "trajectory_id" in shown:
+        generated = generated[~generated["trajectory_id"].isin(shown["trajectory_id"])]
+    if generated.empty:
+        return []
+    failed = int(generated["rollout_error"].notna().sum())
+    others = len(generated) - failed
+    kinds = [f"{failed} that failed"] * (failed > 0) + [f"{others} that a stage has no row of"] * (others > 0)
+    condition = " and rollout_error is not null" if failed else ""
+    sql = f"select trajectory_id, rollout_error from trajectories where iteration = {iteration}{condition}"
+    verb = "is" if len(generated) == 1 else "are"
+    name = shlex.quote(run_argument(run.store.url))
+    return [f'{" and ".join(kinds)} {verb} left out: `ratchet query {name} "{sql}"`']
+
+
+def _questions(trajectories: pd.DataFrame, column: str) -> dict[str, str]:
+    """The first message of the user by the text of the prompt, where the prompt has one."""
+    if column != "prompt" or "messages" not in trajectories:
+        return {}
+    found: dict[str, str] = {}
+    for prompt, messages in zip(trajectories["prompt"], trajectories["messages"], strict=True):
+        if not isinstance(messages, str):  # written by an older release
+            continue
+        said = [message["content"] for message in json.loads(messages) if message["role"] == "user"]
+        if said and isinstance(said[0], str):
+            found[prompt] = said[0]
+    return found
+
+
+def _folded(texts: Sequence[str], questions: Mapping[str, str]) -> list[str]:
+    """Fold what all texts begin with, up to the user's first message, into one line that says how much it is."""
+    distinct = list(dict.fromkeys(texts))
+    if len(distinct) < 2 and not questions.keys() & set(distinct):
+        return list(texts)
+    first, last = min(distinct), max(distinct)  # in order, the two that differ the earliest
+    differs = (number for number, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    shared = first[: next(differs, len(first))]
+    ends = [text.find(questions[text]) for text in distinct if text in questions]
+    shared = shared[: min((end for end in ends if end >= 0), default=len(shared))]
+    if (line_end := shared.rfind("\n")) >= 0:
+        shared = shared[: line_end + 1]
+    if shared.count("\n") < FOLDED_LINES and len(shared) < FOLDED_CHARACTERS:
+        return list(texts)
+    size = f"{counted(len(shared.splitlines()), 'line')}, {counted(len(shared), 'character')}"
+    return [f"[{size}: --full]\n{text[len(shared) :]}" for text in texts]
+
+
+def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None = None) -> None:
+    """Print a frame as a table, as JSON lines, as CSV or as Markdown."""
+    names = [str(name) for name in frame.columns]
+    if format == "json":
+        print(frame.to_json(orient="records", lines=True) if len(frame) else "", end="")
+    elif format == "csv":
+        print(visible(frame.to_csv(index=False)), end="")
+    elif format == "md":
+        print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+        for row in frame.itertuples(index=False):
+            print("| " + " | ".join(_short(value).replace("|", "\\|").replace("\n", " ") for value in row) + " |")
+    else:
+        cells = [[_short(value) for value in row] for row in frame.itertuples(index=False)]
+        table = Table(title=title, show_lines=any("\n" in cell for texts in cells for cell in texts))
+        for name in names:
+            table.add_column(name, overflow="fold")
+        for texts in cells:
+            table.add_row(*texts)
+        console.print(table)
+
+
+def findings(console: Console, all_findings: Sequence[Finding]) -> None:
+    """Print the findings of a verification, the harmless ones last."""
+    for finding in sorted(all_findings, key=lambda finding: finding.harmless):
+        console.print(visible(f"{finding.key} {finding.what}: {finding.means}"), highlight=False)
+
+
+def compare_scores(console: Console, old: Run, new: Run) -> None:
+    """Print the scores of two runs for the same trajectories, by iteration, and where the new ones are."""
+    columns = ["trajectory_id", "score"]
+    iterations = range(new.state.iteration)
+    both = own_answers(old.trajectories(iterations, columns)).merge(
+        new.trajectories(iterations, columns), on=["iteration", "trajectory_id"], suffixes=("_old", "_new")
+    )
+    table = Table("it", "trajectories", "old mean", "new mean", "changed", "correlation", box=box.SIMPLE_HEAD)
+    for iteration, group in [*both.groupby("iteration"), ("all", both)]:
+        before, after = group["score_old"], group["score_new"]
+        related = before.corr(after) if before.nunique() > 1 and after.nunique() > 1 else None
+        correlation = "–" if related is None else f"{related:z.2f}"
+        numbers = (f"{before.mean():z.3f}", f"{after.mean():z.3f}", f"{(before != after).mean():.1%}", correlation)
+        table.add_row(str(iteration), str(len(group)), *numbers)
+    console.print(table)
+    source, name = (run.store.url.rpartition("/")[2] for run in (old, new))
+    console.print(
+        f"{len(both)} trajectories of {source} are scored again: mean {both['score_old'].mean():z.3f} -> "
+        f"{both['score_new'].mean():z.3f}\nthe new scores are in the run {name}, {new.store.url}/trajectories/score",
+        highlight=False,
+    )
+
+
+def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, name: str) -> None:
+    """Print which stages of an iteration stay valid under another config, and where a fork would begin."""
+    from ratchet.tasks.analysis.plan import first_changed
+    from ratchet.tasks.analysis.plan import plan as planned
+
+    state = run.state
+    has_begun = any(
+        stage != VALIDATE for stage in (*state.stages, *state.shards)
+    )  # a finished run ends in a validation
+    chosen = iteration if iteration is not None else state.iteration if has_begun else max(state.iteration - 1, 0)
+    stages = planned(run, config, chosen)
+    table = Table("stage", "with this config", "why", title=f"{name}, iteration {chosen}", box=box.SIMPLE_HEAD)
+    for entry in stages:
+        table.add_row(entry.stage, "stays" if entry.keeps else "runs", "; ".join(entry.why))
+    console.print(table)
+    if (stage := first_changed(stages)) is None:
+        console.print("nothing that is committed would run again: `ratchet train` continues with this config")
+    elif any(entry.keeps for entry in stages if entry.stage != VALIDATE):
+        console.print(f"to keep the stages that stay, fork: `ratchet fork {name} --at {chosen}:{stage} --run NEW …`")
+    else:
+        console.print(
+            f"no stage stays; to keep earlier iterations, fork: `ratchet fork {name} --at {chosen} --run NEW …`"
+        )
+
+
+def arms(console: Console, tried: Sequence[Arm], page: str) -> None:
+    """Print what the arms of a sweep reached, what they did not have to generate, and the URL of their page."""
+    from ratchet.flows.sweep import table
+
+    cells = table(tried)
+    shown = Table(*cells[0], box=box.SIMPLE_HEAD)
+    for row in cells:
+        shown.add_row(*map(visible, row.values()))
+    console.print(shown)
+    shared = sum({arm.run: arm.tokens_shared for arm in tried}.values())
+    console.print(
+        f"{shared:,} tokens were not generated again; the best arm is {cells[0]['run']}\n"
+        f"  {page}    the curves and settings of all arms",
+        highlight=False,
+    )
+
+
+def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack | None, reward: str, limit: int) -> None:
+    """Print where a run's reward and a stricter one part, and the trajectories that show it."""
+    table = Table("it", "the run's reward", "stricter", "gap", "±", box=box.SIMPLE_HEAD)
+    for entry in rescored:
+        numbers = (entry.reward, entry.strict, entry.gap, entry.error)
+        table.add_row(str(entry.iteration), *(f"{number:z.3f}" for number in numbers))
+    console.print(table)
+    name, closed = run.store.url.rpartition("/")[2], run.state.iteration
+    again = f"{counted(len(rescored), 'iteration')} of {closed} scored again"
+    if found is None:
+        console.print(f"the rewards do not part: the gap grows by no more than its noise ({again})", highlight=False)
+        return
+    at = found.iteration
+    console.print(
+        f"the gap opens in the generations of iteration {at}, after the update of iteration {at - 1} ({again})",
+        highlight=False,
+    )
+    from ratchet.flows.ui.documents import decoder
+
+    decode = decoder(run.config)
+    for row in found.examples.head(limit).to_dict("records"):
+        said = f"{row['trajectory_id']}: score {row['score']:.3f}, stricter {row['strict']:.3f}"
+        console.print(f"\n{said}, advantage {row['advantage']:+.3f}", highlight=False)
+        console.print(visible(str(row["prompt"])).strip(), style="dim", highlight=False)
+        console.print(_coloured(row, decode), highlight=False)
+    console.print(
+        f"\nIteration {at} has {len(found.examples)} such trajectories. This begins again just before, with the same "
+        f"generations:\n"
+        f"  ratchet fork {name} --at {at - 1}:score --run NEW reward.function={reward}",
+        highlight=False,
+    )
+
+
+def _coloured(row: Mapping[Hashable, Any], decode: Decode | None) -> Text:
+    """The tokens of a response: green if their advantage is positive, red if it is negative."""
+    if decode is None or "advantages" not in row:
+        return Text(visible(str(row["response"])))
+    from ratchet.flows.ui.documents import token_texts
+
+    text = Text()
+    pieces = token_texts(tuple(int(token) for token in row["response_ids"]), decode)
+    for piece, advantage, learned in zip(pieces, row["advantages"], row["loss_mask"], strict=True):
+        style = "" if not learned or advantage == 0 else "green" if advantage > 0 else "red"
+        text.append(visible(piece), style=style)
+    return text
+
+
+def lineage(console: Console, origin: Origin, format: str) -> None:
+    """Print a lineage as JSON or as a tree: wrapped on a terminal, and with every line whole in a pipe or a file."""
+    if format == "json":
+        print(json.dumps(asdict(origin), ensure_ascii=False))
+    elif console.is_terminal:
+        console.print(tree(origin), soft_wrap=False)
+    else:
+        Console(width=1_000_000, file=console.file).print(tree(origin))
+
+
+def tree(origin: Origin) -> Tree:
+    """A lineage as a tree for the terminal."""
+    branch = Tree(Text(origin.what, style="bold"))
+    for detail in origin.details:
+        branch.add(Text(detail, style="dim"))
+    for source in origin.made_from:
+        branch.children.append(tree(source))
+    return branch
+
+
+def evaluation_config(
+    name: str,
+    store: str,
+    iteration: int | None,
+    folder: Path,
+    changes: Mapping[str, object],
+    overrides: Sequence[str],
+) -> tuple[RunConfig, int]:
+    """The config, with changes, to evaluate a model folder, or a snapshot of a run, which is exported to `folder`; and
+    the number of iterations of the snapshot, 0 for a model folder."""
+    if (Path(name) / "config.json").is_file():
+        if iteration is not None:
+            raise UserError("--iteration chooses a snapshot of a run, and a model folder has none: leave it out")
+        tree = {
+            "run": {"name": "evaluate"},
+            "model": {"path": name, "dtype": "float32"},
+            "data": {"train": ["none"]},
+            "rollout": {"max_response_tokens": 512, "prompts_per_shard": 128},
+        }
+        return parse_config(tree, "evaluate").with_values(changes, overrides), 0
+    run = open_run(name if "://" in name else run_url(store, name))
+    version = run.newest_snapshot() if iteration is None else iteration
+    return exported_config(run, version, folder, changes, overrides), version
+
+
+def exported_config(
+    run: Run, version: int, folder: Path, changes: Mapping[str, object], overrides: Sequence[str]
+) -> RunConfig:
+    """Export a snapshot to `folder`, and return the run's config with that model and with changes."""
+    # reset keys that only training uses: an older run may have values that are not valid any more
+    needed: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
+    if run.config.rollout.engine == "server":  # the server may not have the weights of this snapshot
+        needed["rollout.engine"] = "hf"
+    config = run.config.with_values({**needed, **changes}, overrides)
+    consent.require(run.config, config.with_values({"model.path": run.config.model.path}))
+    run.export(version, folder)
+    return config
+
+
+def write(answers: pd.DataFrame, path: Path) -> None:
+    """Write an evaluation's trajectories as Parquet, with the types of the trajectory schema."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pandas(answers, schema=TRAJECTORY.arrow(tuple(answers.columns))), path)
+
+
+def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float | None) -> Table:
+    """Mean score by data source, with a 95 % interval over prompts, and statistics of the n answers per prompt."""
+    table, captions = Table(title=title), list[str]()
+    n = int(answers.groupby("prompt_id").size().max())
+    for column, what, left_out in (
+        ("rollout_error", "environments", True),
+        ("reward_error", "rewards", on_error == "drop"),
+    ):
+        failed = answers[column].notna()
+        if failed.any():
+            counted = "left out" if left_out else "count as 0"
+            captions.append(f"{failed.sum()} {what} failed, and {counted}: {visible(answers[column][failed].iloc[0])}")
+        if left_out:
+            answers = answers[~failed]
+    if captions:
+        table.caption = "\n".join(captions) + "\n"
+    sources, prompts, texts, scores = (
+        answers[name].tolist() for name in ("data_source", "prompt_id", "response", "score")
+    )
+    by_source = means([sums(sources, prompts, texts, scores, n, solved)])
+    number = ".1%" if all(0 <= score <= 1 for score in scores) else ".3f"  # scores of a reward model are not shares
+    for column in ("data source", "prompts", "trajectories", "mean score", "95 % interval", "well formed"):
+        table.add_column(column, justify="left" if column == "data source" else "right")
+    for source, group in answers.groupby("data_source"):
+        mean, half = mean_and_interval(group)
+        statistics = by_source[str(source)]
+        if n > 1 or statistics.get("pass@1", mean) != mean:  # otherwise they only repeat the mean
+            shown = (f"{name} {value:{number}}" for name, value in statistics.items() if name != "mean_score")
+            table.caption = f"{table.caption or ''}{source}: {', '.join(shown)}\n"
+        formed = [parts.get("well_formed") for parts in group["reward_parts"]]
+        known = [value for value in formed if value is not None]
+        table.add_row(
+            visible(str(source)),
+            str(group["prompt_id"].nunique()),
+            str(len(group)),
+            f"{mean:{number}}",
+            f"{mean - half:{number}} to {mean + half:{number}}",
+            f"{sum(known) / len(known):.1%}" if known else "",
+        )
+    return table
+
+
+def mean_and_interval(answers: pd.DataFrame) -> tuple[float, float]:
+    """Mean score, and half the width of its 95 % interval (normal approximation over the prompts' means)."""
+    prompts = answers.groupby("prompt_id")["score"].mean()
+    return float(prompts.mean()), 1.96 * float(prompts.std(ddof=1)) / math.sqrt(len(prompts)) if len(
+        prompts
+    ) > 1 else 0.0
+
+
+def _short(value: object) -> str:
+    """The text of a cell, safe for a terminal."""
+    return visible(_text(value))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
+    if hasattr(value, "tolist") or isinstance(value, list):
+        if len(value) and isinstance(value[0], dict) and "asked" in value[0]:  # type: ignore[arg-type,index]
+            return "\n".join(f"{role}: {content}" for role, content in transcript(value))  # type: ignore[arg-type]
+        if len(value) and isinstance(value[0], dict):  # type: ignore[arg-type,index]
+            return "\n".join(f"{turn['role']}: {turn['content']}" for turn in value)  # type: ignore[attr-defined]
+        return "[" + ", ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in list(value)) + "]"  # type: ignore[call-overload]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

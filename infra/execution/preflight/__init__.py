@@ -1,0 +1,1 @@
+"""Checks before a driver starts: config, packages, models, prompts, the run itself."""

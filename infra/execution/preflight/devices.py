@@ -1,0 +1,59 @@
+"""Check that this machine has the devices that a run asks for, before anything starts on them."""
+
+from __future__ import annotations
+
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+
+
+def check_devices(config: RunConfig) -> None:
+    """Check that the GPUs of a run's pools, or of its vLLM, are there.
+
+    A Ray that runs already knows its machines: what pools ask of it is not checked here.
+
+    Args:
+        config: the config of a run that this machine starts.
+
+    Raises:
+        UserError: they are not; a line for each mistake.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    mistakes = _missing_gpus(config, gpus) if config.pools else _missing_to_vllm(config, gpus)
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+
+
+def _missing_to_vllm(config: RunConfig, gpus: int) -> list[str]:
+    devices = config.rollout.vllm.tensor_parallel
+    if devices <= max(gpus, 1):
+        return []
+    has = f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "this machine has no GPU"
+    fix = "remove it" if gpus < 2 else f"lower it to {gpus} or less"
+    return [f"rollout.vllm.tensor_parallel is {devices}, but {has}: {fix}"]
+
+
+def _missing_gpus(config: RunConfig, gpus: int) -> list[str]:
+    asked = {name: pool.workers * pool.gpus_per_worker for name, pool in config.pools.items()}
+    if sum(asked.values()) <= gpus:
+        return []
+    from ratchet.infra.workers.ray_group import connect_to_running
+
+    if connect_to_running():
+        return []
+    if not gpus:
+        without = "pools" if config.placement == "colocated" else "pools and placement"
+        return [
+            f"pools.{name} asks for {count:g} GPU{'' if count == 1 else 's'}, but this machine has none: remove "
+            f"{without}, or set RAY_ADDRESS to a cluster's address"
+            for name, count in asked.items()
+            if count
+        ]
+    counts = " + ".join(f"{count:g}" for count in asked.values() if count)
+    names = ", ".join(f"pools.{name}" for name, count in asked.items() if count)
+    has = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    return [
+        f"{names} ask for {counts} GPUs, but this machine has {has}: lower workers or gpus_per_worker, or set "
+        "RAY_ADDRESS to a cluster's address"
+    ]

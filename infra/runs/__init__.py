@@ -1,0 +1,1 @@
+"""Commands on runs: reading, comparing, forking, checking, sharing."""

@@ -1,0 +1,535 @@
+"""Comparing two runs: which has the better scores, by how much, and whether that is more than noise.
+
+Scores are paired: both runs answer the same prompts, and runs of one seed draw with the same random numbers. A
+difference is the mean score of B minus that of A, over the answers that both gave.
+
+Its interval (95 %) holds two kinds of noise. *Prompts*: a bootstrap draws the prompts again, each with all of its
+answers, since answers to one prompt are not independent. *Training*: two runs that differ only in their seed end in
+policies that truly differ, of which a bootstrap over prompts knows nothing. So the interval of a verdict adds a wobble:
+how much the difference moves from one validation to the next. With :math:`d_1 .. d_m` the differences in the m
+validations since the runs parted, and :math:`v` the variance of the bootstrap of the last one,
+
+.. math:: w = \\frac{v + \\sum_{i=2}^m (d_i - d_{i-1})^2}{m}
+
+is the mean square of the steps, with the noise of the prompts as one more step; it is all there is to go by if the runs
+were validated only once. Each resampled difference gets a wobble, drawn from a Student distribution with m + 1 degrees
+of freedom and scaled by :math:`\\sqrt w`.
+
+An interval that holds 0 is no sign that the runs are equal, unless it is narrow: it then excludes a difference that
+matters. If it is wider than `TOO_WIDE` of the range of the scores, the verdict is that nobody can tell. Nor can anybody
+if all scores are equal, of which a bootstrap makes an interval of width 0, or if the runs have different rewards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from pydantic import JsonValue
+
+from ratchet.infra.runs.run import Run, own_answers
+from ratchet.infra.store.log import Corrupt, RunLog
+from ratchet.infra.store.records import Fork, StageCommit
+from ratchet.infra.store.run_store import VALIDATE
+from ratchet.rlhf.config import differences as config_differences
+from ratchet.rlhf.config import yaml_text
+from ratchet.rlhf.config.sections import RewardConfig
+from ratchet.rlhf.errors import UserError, counted
+from ratchet.rlhf.schema import TRAJECTORY
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Kind = Literal["validation", "train"]
+Verdict = Literal["B is better", "B is worse", "no difference", "cannot tell"]
+Doubt = Literal["different rewards", "equal scores", "one prompt", "wide interval"]
+"""Why nobody can tell."""
+
+RESAMPLES = 2000
+"""With others, the ends of an interval would move by about 2 % of its width. The same scores always give the same
+interval."""
+ENDS = (0.025, 0.975)
+TOO_WIDE = 0.5
+"""Share of the range of scores: an interval that is wider and holds 0 says nothing."""
+ALL = "all"
+"""The data source of a difference over several data sources."""
+COLUMNS = (
+    *("trajectory_id", "prompt_id", "sample", "data_source", "prompt", "ground_truth", "score", "reward_error"),
+    "rollout_error",
+)
+ANSWER = ("prompt_id", "sample")
+MAJORITY = 0.5
+"""A prompt is solved if this share of its answers is."""
+
+
+@dataclass(frozen=True)
+class PairedScores:
+    """The scores of two runs for the same answers, summed by prompt; arrays of shape (prompts,)."""
+
+    a: np.ndarray
+    b: np.ndarray
+    answers: np.ndarray
+    """The number of answers to each prompt that both runs gave."""
+
+    @classmethod
+    def of(cls, prompts: Sequence[str], a: Sequence[float], b: Sequence[float]) -> PairedScores:
+        """Group scores by prompt.
+
+        Args:
+            prompts: the prompt of each answer.
+            a: the score of each answer in A.
+            b: the score of the same answer in B.
+
+        Returns:
+            The scores by prompt.
+        """
+        _, numbers = np.unique(np.asarray(prompts), return_inverse=True)
+        return cls(np.bincount(numbers, a), np.bincount(numbers, b), np.bincount(numbers))
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """The mean score over all answers, of A and of B."""
+        return float(self.a.sum() / self.answers.sum()), float(self.b.sum() / self.answers.sum())
+
+    @property
+    def difference(self) -> float:
+        """The mean of B minus that of A."""
+        return float((self.b - self.a).sum() / self.answers.sum())
+
+    def resampled(self) -> np.ndarray:
+        """Differences of samples of the prompts, drawn with replacement.
+
+        They are spread a little wider than drawn, by the root of n / (n - 1): the mean of n prompts is nearer to them
+        than the truth is.
+
+        Returns:
+            The differences, of shape (RESAMPLES,). Infinite ones, of both signs, if there is only one prompt.
+        """
+        count = len(self.answers)
+        if count < 2:
+            return np.resize([-np.inf, np.inf], RESAMPLES)
+        drawn = _draws(count)
+        differences: np.ndarray = (drawn @ (self.b - self.a)) / (drawn @ self.answers)
+        wider: np.ndarray = self.difference + (differences - self.difference) * np.sqrt(count / (count - 1))
+        return wider
+
+
+@lru_cache(maxsize=1)
+def _draws(count: int) -> np.ndarray:
+    """How often each of `count` prompts is in each sample, the same for all iterations; shape (RESAMPLES, count)."""
+    return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES).astype(np.float32)
+
+
+def interval(scores: PairedScores, steps: Sequence[float] | None = None) -> tuple[float, float]:
+    """The 95 % interval of a difference. Exchanging A and B exchanges its ends and their signs.
+
+    Args:
+        scores: the paired scores.
+        steps: None for an interval that holds the noise of the prompts only. With the steps of the difference between
+            validations, perhaps none, it also holds that of training, as the module describes.
+
+    Returns:
+        The lower and the upper end; infinite if there is only one prompt.
+    """
+    differences = scores.resampled()
+    if steps is not None and np.isfinite(differences).all():
+        count = len(steps) + 1
+        square = (float(differences.var()) + float(np.square(steps).sum())) / count
+        wobble = np.sqrt(square) * np.random.default_rng(1).standard_t(count + 1, len(differences))
+        differences = np.concatenate([differences + wobble, differences - wobble])
+    if not np.isfinite(differences).all():
+        return -np.inf, np.inf
+    low, high = np.quantile(differences, ENDS)
+    return float(low), float(high)
+
+
+def verdict_of(low: float, high: float, spread: float) -> Verdict:
+    """What an interval of the difference says about B.
+
+    Args:
+        low: its lower end.
+        high: its upper end.
+        spread: the range of the scores of both runs, largest minus smallest.
+
+    Returns:
+        The verdict; "no difference" excludes one of `TOO_WIDE` times the range.
+    """
+    if low > 0:
+        return "B is better"
+    if high < 0:
+        return "B is worse"
+    return "cannot tell" if high - low > TOO_WIDE * spread else "no difference"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference between the runs in one iteration. Its interval holds the noise of the prompts only."""
+
+    data_source: str
+    """`ALL` for all of several data sources."""
+    iteration: int
+    kind: Kind
+    prompts: int
+    """Prompts that both runs answered."""
+    a: float
+    """Mean score of A over these prompts."""
+    b: float
+    difference: float
+    """B minus A."""
+    low: float | None
+    """Lower end of the interval; None if there is only one prompt."""
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response, and its score."""
+
+    response: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A prompt that one run solves and the other does not."""
+
+    prompt_id: str
+    data_source: str
+    prompt: str
+    solved_by: Literal["A", "B"]
+    a: tuple[Answer, ...]
+    """The answers of A, each paired with that of B."""
+    b: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What else the iteration measured, on each run's own training batch; None: it did not. A validation after the last
+    iteration has the metrics of that one."""
+
+    iteration: int
+    kl: tuple[float | None, float | None]
+    """`actor/ref_kl` of A and B."""
+    length: tuple[float | None, float | None]
+    """`response_length/mean` of A and B."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """How the rewards of two runs differ."""
+
+    names: tuple[str, str]
+    """What scores A and B, such as ``countdown``."""
+    changed: Mapping[str, tuple[str, str]]
+    """Keys of the config that differ, such as `reward.function`, with the values of A and B as text."""
+    code: tuple[str, str] | None
+    """If the code of the functions differs, too, or alone: its digests in A and B."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two runs share, and how their scores differ."""
+
+    a: str
+    """URL of the first run."""
+    b: str
+    fork: str | None
+    """Where their common history ends, such as ``7`` or ``7:score``; None if they have none."""
+    same_seed: bool
+    config: tuple[str, ...]
+    """The keys of the config that differ, such as ``actor.lr 1e-05 -> 2e-05``."""
+    differences: tuple[Difference, ...]
+    beside: tuple[Beside, ...]
+    """One for each iteration with a difference."""
+    flips: tuple[Flip, ...] | None
+    """Prompts that flipped in the iteration of the verdict; None if no score says whether an answer is right."""
+    rewards: Rewards | None
+    """What changes the meaning of a score; None: nothing does."""
+    same_answers: bool
+    """Whether both runs score the same answers: one is the other scored again, or both score those of a third."""
+    unpaired: dict[Kind, int]
+    """Answers of both runs that are left out: the other run has none to the same prompt. Training scores are compared
+    only if the seed is the same: otherwise each run draws other prompts."""
+    kind: Kind
+    """What the verdict is about: training scores if the runs have no validation in common."""
+    iteration: int
+    """The iteration that the verdict is about, the last one."""
+    validations: int
+    """The number of validations (or training iterations) since the runs parted that show the noise of training."""
+    prompts: int
+    answers: int
+    """Answers that both runs gave, of which the verdict is."""
+    difference: float
+    """B minus A in that iteration, over all data sources."""
+    low: float | None
+    """Ends of its interval, which also holds the noise of training; None if there is only one prompt, or if all scores
+    of the iteration are equal."""
+    high: float | None
+    spread: float
+    """The range of all scores that were compared, largest minus smallest."""
+    verdict: Verdict
+    doubt: Doubt | None
+    """Why the verdict is "cannot tell"; None if it is another one."""
+
+    def falls_short(self, margin: float) -> bool:
+        """Whether B must not pass as A + `margin`: the whole interval is below it, or the rewards differ, so that no
+        margin between the scores means anything."""
+        return self.rewards is not None or (self.high is not None and self.high < margin)
+
+
+def compare(a: Run, b: Run) -> Comparison:
+    """Compare the scores of two runs.
+
+    Args:
+        a: the run to compare with.
+        b: the run that is compared.
+
+    Returns:
+        The differences by iteration and data source, the prompts that flipped, and a verdict.
+
+    Raises:
+        UserError: a run is a fit, or nothing pairs.
+        Corrupt: an object is missing or damaged.
+    """
+    runs = (a, b)
+    configs = [run.config for run in runs]
+    fork = _parted(a, b)
+    parted = 0 if fork is None else int(fork.partition(":")[0])
+    unpaired: dict[Kind, int] = {"validation": 0, "train": 0}
+    differences: list[Difference] = []
+    whole: dict[Kind, dict[int, PairedScores]] = {"validation": {}, "train": {}}
+    last_pairs: dict[Kind, pd.DataFrame] = {}
+    seen: dict[Kind, list[float]] = {"validation": [], "train": []}
+    same_seed = configs[0].run.seed == configs[1].run.seed
+    talk = any(config.rollout.agent is not None for config in configs)
+    kinds: tuple[Kind, ...] = ("validation", "train") if same_seed else ("validation",)
+    for kind in kinds:
+        for iteration, frames in _frames(runs, kind, parted):
+            pairs = _paired(*frames, same_text=not talk)
+            unpaired[kind] += sum(map(len, frames)) - 2 * len(pairs)
+            if len(pairs):
+                differences += _differences(pairs, iteration, kind)
+                whole[kind][iteration] = _scores(pairs)
+                last_pairs[kind] = pairs
+                seen[kind] += [end for side in "ab" for end in pairs[f"score_{side}"].agg(["min", "max"])]
+    if not last_pairs:
+        raise _nothing_pairs(runs, same_seed, unpaired)
+    kind = next(iter(last_pairs))  # validations come first
+    iteration, scores = max(whole[kind].items())
+    moved = [scores.difference for at, scores in sorted(whole[kind].items()) if at > parted] or [scores.difference]
+    scored = last_pairs[kind][["score_a", "score_b"]].to_numpy()
+    are_equal = bool((scored == scored[0, 0]).all())
+    low, high = (-np.inf, np.inf) if are_equal else interval(scores, np.diff(moved).tolist())
+    spread = max(seen[kind]) - min(seen[kind])
+    old, new = (config.model_dump(mode="json", exclude={"run": {"name", "store"}}) for config in configs)
+    compared = {difference.iteration for difference in differences}
+    rewards = _rewards(runs, iteration, VALIDATE if kind == "validation" else "score")
+    verdict = verdict_of(low, high, spread)
+    doubt: Doubt | None = None
+    if rewards is not None:
+        verdict, doubt = "cannot tell", "different rewards"
+    elif are_equal:
+        verdict, doubt = "cannot tell", "equal scores"
+    elif verdict == "cannot tell":
+        doubt = "wide interval" if np.isfinite(low) else "one prompt"
+    return Comparison(
+        a=a.store.url,
+        b=b.store.url,
+        fork=fork,
+        same_seed=same_seed,
+        config=tuple(config_differences(old, new)),
+        differences=tuple(differences),
+        beside=_beside(runs, sorted(compared)),
+        flips=_flips(runs, kind, iteration, last_pairs[kind]),
+        rewards=rewards,
+        same_answers=kind == "train" and not _sources(a).isdisjoint(_sources(b)),
+        unpaired=unpaired,
+        kind=kind,
+        iteration=iteration,
+        validations=len(moved),
+        prompts=len(scores.answers),
+        answers=int(scores.answers.sum()),
+        difference=scores.difference,
+        low=_finite(low),
+        high=_finite(high),
+        spread=spread,
+        verdict=verdict,
+        doubt=doubt,
+    )
+
+
+def _sources(run: Run) -> set[str]:
+    """The URLs of the run and of the one whose generations it scores again, if it does."""
+    source = run.config.data.generations
+    return {run.store.url} if source is None else {run.store.url, source.rstrip("/")}
+
+
+def _rewards(runs: tuple[Run, Run], iteration: int, stage: str) -> Rewards | None:
+    """How the rewards differ that a stage used in an iteration."""
+    a, b = (run.config.learned_from()["reward"] for run in runs)
+    whole = [run.config.model_dump(mode="json")["reward"] for run in runs]
+    names = [name for name in a if a[name] != b.get(name)]
+    changed = {f"reward.{name}": (_one_line(whole[0][name]), _one_line(whole[1][name])) for name in names}
+    digests = [run.store.manifests(iteration)[stage].fingerprint.parts.get("reward") for run in runs]
+    code = (str(digests[0]), str(digests[1])) if None not in digests and digests[0] != digests[1] else None
+    if not changed and code is None:
+        return None
+    scorers = [_scorer(run.config.reward) for run in runs]
+    return Rewards((scorers[0], scorers[1]), changed, code)
+
+
+def _scorer(reward: RewardConfig) -> str:
+    """What scores: the functions, the reward model, both, or the environment alone."""
+    functions = [name if weight == 1 else f"{weight:g} {name}" for name, weight in reward.functions.items()]
+    return " + ".join([*functions, *(["the reward model"] if reward.model is not None else [])]) or "the environment"
+
+
+def _one_line(value: JsonValue) -> str:
+    """A value as the command line takes it, and with the quotes that a shell leaves alone."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else yaml_text(value)
+
+
+def _parted(a: Run, b: Run) -> str | None:
+    """Where the history that both share ends, such as ``7`` or ``7:score``; None if they share none."""
+    ours, theirs = _history(a), _history(b)
+    for url, left in ours.items():
+        if url in theirs and (points := [at for at in (left, theirs[url]) if at is not None]):
+            return min(points, key=_place)
+    return None
+
+
+def _history(run: Run) -> dict[str, str | None]:
+    """The run and its ancestors, nearest first: URLs, and where the run leaves each; None for itself."""
+    left: dict[str, str | None] = {run.store.url: None}
+    objects, at = run.store.objects, None
+    with suppress(Corrupt):  # an ancestor was deleted
+        while isinstance(first := RunLog(objects).record(0).commits[0], Fork):
+            objects = objects.of_run(first.parent)
+            at = first.at if at is None else min(at, first.at, key=_place)
+            left[objects.url] = at
+    return left
+
+
+def _place(at: str) -> tuple[int, int]:
+    """Orders places such as ``7`` and ``7:score``."""
+    iteration, _, stage = at.partition(":")
+    stages = ("", *TRAJECTORY.stages)
+    return int(iteration), stages.index(stage) if stage in stages else len(stages)
+
+
+def _frames(runs: tuple[Run, Run], kind: Kind, first: int) -> Iterator[tuple[int, list[pd.DataFrame]]]:
+    """The scores of both runs, in each iteration from `first` on that both have completed."""
+    opened = min(run.state.iteration for run in runs)
+    if kind == "train":
+        for iteration in range(first, opened):
+            yield iteration, [_counting(run, run.trajectories(iteration, [*COLUMNS, "replayed_from"])) for run in runs]
+    else:
+        for iteration in range(first, opened + 1):
+            if all(isinstance(run.store.committed_stage(iteration, VALIDATE), StageCommit) for run in runs):
+                yield iteration, [_counting(run, run.validation(iteration, COLUMNS)) for run in runs]
+
+
+def _counting(run: Run, rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per answer, without those that count in no metric: their environment failed, or their reward did and
+    `reward.on_error` is drop."""
+    rows = own_answers(rows[rows["rollout_error"].isna()])
+    return rows[rows["reward_error"].isna()] if run.config.reward.on_error == "drop" else rows
+
+
+def _paired(a: pd.DataFrame, b: pd.DataFrame, *, same_text: bool) -> pd.DataFrame:
+    """The answers of both runs to the same prompts, a row each; columns of A and B end in _a and _b.
+
+    Without `same_text`, prompts are the same if their number, data source and ground truth are: the row of an agent has
+    the prompt of its last conversation, in which the policy may have written.
+    """
+    if a.empty or b.empty:
+        return a.iloc[:0]
+    pairs = a.merge(b, on=[*ANSWER], suffixes=("_a", "_b"))
+    for name in ("data_source", "ground_truth", *(("prompt",) if same_text else ())):
+        pairs = pairs[pairs[f"{name}_a"].fillna("") == pairs[f"{name}_b"].fillna("")]
+    return pairs
+
+
+def _scores(pairs: pd.DataFrame) -> PairedScores:
+    return PairedScores.of(pairs["prompt_id"].tolist(), pairs["score_a"].tolist(), pairs["score_b"].tolist())
+
+
+def _differences(pairs: pd.DataFrame, iteration: int, kind: Kind) -> Iterator[Difference]:
+    groups = [(str(source), group) for source, group in pairs.groupby("data_source_a")]
+    for source, group in [*groups, *([(ALL, pairs)] if len(groups) > 1 else [])]:
+        scores = _scores(group)
+        low, high = interval(scores)
+        (mean_a, mean_b), prompts = scores.means, len(scores.answers)
+        ends = _finite(low), _finite(high)
+        yield Difference(source, iteration, kind, prompts, mean_a, mean_b, scores.difference, *ends)
+
+
+def _finite(end: float) -> float | None:
+    return end if np.isfinite(end) else None
+
+
+def _beside(runs: tuple[Run, Run], iterations: Sequence[int]) -> tuple[Beside, ...]:
+    """What the iterations measured on their training batches."""
+    entries = []
+    for iteration in iterations:
+        kl, length = [], []
+        for run in runs:
+            last = min(iteration, run.state.iteration - 1)
+            metrics = run.metrics_of(run.store.index_of(last)) if last >= 0 else {}
+            kl.append(metrics.get("actor/ref_kl"))
+            length.append(metrics.get("response_length/mean"))
+        entries.append(Beside(iteration, (kl[0], kl[1]), (length[0], length[1])))
+    return tuple(entries)
+
+
+def _flips(runs: tuple[Run, Run], kind: Kind, iteration: int, pairs: pd.DataFrame) -> tuple[Flip, ...] | None:
+    """The prompts that one run solves and the other does not, with all paired answers."""
+    solved_a, solved_b = (run.config.solved_score for run in runs)
+    if solved_a is None or solved_b is None:
+        return None
+    for run, suffix in zip(runs, ("_a", "_b"), strict=True):
+        wanted = [*ANSWER, "response"]
+        rows = run.validation(iteration, wanted) if kind == "validation" else run.trajectories(iteration, wanted)
+        responses = rows.drop_duplicates([*ANSWER], keep="last")[wanted]
+        pairs = pairs.merge(responses.rename(columns={"response": f"response{suffix}"}), on=[*ANSWER])
+    prompts: dict[str, tuple[str, str]] = {}
+    answers: dict[str, tuple[list[Answer], list[Answer]]] = defaultdict(lambda: ([], []))
+    names = ("prompt_id", "data_source_a", "prompt_a", "response_a", "score_a", "response_b", "score_b")
+    columns = (pairs[name].tolist() for name in names)
+    for prompt_id, source, prompt, response_a, score_a, response_b, score_b in zip(*columns, strict=True):
+        prompts[prompt_id] = source, prompt
+        answers[prompt_id][0].append(Answer(response_a, score_a))
+        answers[prompt_id][1].append(Answer(response_b, score_b))
+    flips = []
+    for prompt_id, (a, b) in sorted(answers.items()):
+        does_a, does_b = _solves(a, solved_a), _solves(b, solved_b)
+        if does_a != does_b:
+            flips.append(Flip(prompt_id, *prompts[prompt_id], "A" if does_a else "B", tuple(a), tuple(b)))
+    return tuple(flips)
+
+
+def _solves(answers: Sequence[Answer], solved: float) -> bool:
+    return sum(answer.score >= solved for answer in answers) >= MAJORITY * len(answers)
+
+
+def _nothing_pairs(runs: tuple[Run, Run], same_seed: bool, unpaired: dict[Kind, int]) -> UserError:
+    names = [run.store.url.rpartition("/")[2] for run in runs]
+    both = " and ".join(names)
+    if unpaired["validation"]:
+        return UserError(f"{both} have no prompt in common: compare runs with the same prompts in validation.data")
+    closed = " and ".join(counted(run.state.iteration, "iteration") for run in runs)
+    why = f"they have {closed}, and none that both completed after they parted"
+    if not same_seed:
+        why = "with another run.seed each trains on other prompts"
+    elif unpaired["train"]:
+        why = "they train on other prompts (data.train)"
+    return UserError(
+        f"{both} cannot be compared: they have no validation in common, and {why}. Set validation.data and "
+        "validation.every, or `ratchet resume` the run that is behind"
+    )

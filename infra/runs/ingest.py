@@ -1,0 +1,206 @@
+"""Logs of chats as prompts and trajectories: the stored answers of `ratchet serve`, and files of conversations."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from ratchet.infra.runs.run import Run
+from ratchet.infra.runs.served import served
+from ratchet.rlhf.data.datasets import MESSAGES
+from ratchet.rlhf.data.examples import example_of
+from ratchet.rlhf.data.files import read
+from ratchet.rlhf.data.folders import name_of
+from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.errors import UserError, counted, in_one_line
+
+PROMPTS = pa.schema(
+    {
+        "data_source": pa.string(),
+        "prompt": MESSAGES,
+        "ability": pa.string(),
+        "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
+        "extra_info": pa.struct({"id": pa.string(), "score": pa.float64()}),
+    }
+)
+"""Columns of the prompts, in verl's layout."""
+TRAJECTORIES = pa.schema(
+    {
+        "id": pa.string(),
+        "source": pa.string(),
+        "data_source": pa.string(),
+        "prompt": MESSAGES,
+        "response": pa.string(),
+        "score": pa.float64(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "response_ids": pa.list_(pa.int32()),
+        "rollout_log_probs": pa.list_(pa.float32()),
+        "policy_version": pa.int32(),
+    }
+)
+"""Columns of the trajectories. Those of tokens are null if the log is a file of texts."""
+SCORES = ("score", "rating")
+"""Columns of a rating, in order of precedence."""
+TOOLS = "tools, or /v1/completions"
+"""Why an answer is left out whose prompt a dataset cannot hold."""
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """What was read of logs."""
+
+    prompts: pa.Table
+    """The different prompts; columns `PROMPTS`."""
+    trajectories: pa.Table
+    """The answers; columns `TRAJECTORIES`."""
+    left_out: Mapping[str, int]
+    """Numbers of answers that were left out, by the reason."""
+    unknown: int
+    """Number of ratings whose id is of no answer."""
+
+
+def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: float | None = None) -> Ingested:
+    """Read logs of chats.
+
+    Args:
+        sources: runs whose snapshots were served, and files of conversations: rows of `messages` or `conversations`
+            that end with an answer, or of `prompt` and `response`, perhaps with `id`, `score` or `rating`, and
+            `data_source`.
+        ratings: file with rows of `id`, the id of a completion, and `score` or `rating`; it may rate answers of runs
+            and of files.
+        min_score: leave answers with a lower score, or none, out of the trajectories.
+
+    Returns:
+        The prompts and the trajectories. Of a run, each answer is a trajectory; of a file, the last answer of each row.
+
+    Raises:
+        UserError: a row is malformed (the message names it), a run was never served, or nothing is left.
+        Corrupt: answers of a run are missing or damaged.
+    """
+    rated = {} if ratings is None else _ratings(ratings)
+    prompts: dict[str, dict[str, Any]] = {}
+    trajectories: list[dict[str, Any]] = []
+    left_out: Counter[str] = Counter()
+    known = set[str]()
+    for source in sources:
+        for trajectory in _of_run(source, left_out) if isinstance(source, Run) else _of_file(source, left_out):
+            known.add(trajectory["id"])
+            trajectory["score"] = rated.get(trajectory["id"], trajectory["score"])
+            prompts.setdefault(
+                json.dumps(trajectory["prompt"]),
+                {
+                    "data_source": trajectory["data_source"],
+                    "prompt": trajectory["prompt"],
+                    "ability": "",
+                    "reward_model": {"style": "", "ground_truth": None},
+                    "extra_info": {"id": trajectory["id"], "score": trajectory["score"]},
+                },
+            )
+            if not trajectory.pop("is_whole", True):
+                continue
+            if min_score is not None and (trajectory["score"] is None or trajectory["score"] < min_score):
+                left_out[f"no score of at least {min_score:g}"] += 1
+            else:
+                trajectories.append(trajectory)
+    if not prompts:
+        reasons = "; ".join(f"{counted(count, 'answer')}: {reason}" for reason, count in left_out.items())
+        raise UserError(f"nothing is left of these logs{f' ({reasons})' if reasons else ''}")
+    return Ingested(
+        pa.Table.from_pylist(list(prompts.values()), PROMPTS),
+        pa.Table.from_pylist(trajectories, TRAJECTORIES),
+        left_out,
+        len(rated.keys() - known),
+    )
+
+
+def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The answers to chats without tools, whose prompts a dataset can hold."""
+    name = run.store.url.rpartition("/")[2]
+    if not run.store.served_keys():
+        raise UserError(f"{name} was never served: `ratchet serve {name}` stores answers")
+    by_branch: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for call in served(run.store).to_pylist():
+        by_branch[call["branch"]].append(call)
+    for calls in by_branch.values():
+        messages: Messages = []
+        ids: list[int] = []
+        for call in calls:
+            asked, answer = json.loads(call["asked"]), json.loads(call["answer"])
+            messages = [*messages, *asked.get("messages", ())]
+            ids = [*ids, *call["heard_ids"]]
+            is_text = "messages" in asked and "tools" not in asked and all(map(_is_plain, (*messages, answer)))
+            if is_text:
+                if call["finish_reason"] == "length":  # who learns it would learn to stop there
+                    left_out["cut off at the token limit"] += 1
+                yield {
+                    "is_whole": call["finish_reason"] != "length",
+                    "id": call["call_id"],
+                    "source": run.store.url,
+                    "data_source": name,
+                    "prompt": messages,
+                    "response": answer["content"],
+                    "score": None,
+                    "prompt_ids": ids,
+                    "response_ids": call["ids"],
+                    "rollout_log_probs": call["log_probs"],
+                    "policy_version": call["versions"][0] if call["versions"] else None,
+                }
+            else:
+                left_out[TOOLS] += 1
+            messages, ids = [*messages, answer], [*ids, *call["ids"]]
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    return not message.get("tool_calls") and message["role"] != "tool" and message.get("content") is not None
+
+
+def _of_file(url: str, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The last answer of each row of a file, to chats without tools."""
+    for number, (where, row) in enumerate(read(url)):
+        if (example := example_of(row, where)) is None:
+            raise UserError(
+                f"{where}: chats are rows of messages or conversations that end with an answer, or of prompt and "
+                f"response; there are {in_one_line(', '.join(row))}"
+            )
+        prompt, response = example
+        if not all(map(_is_plain, prompt)):
+            left_out[TOOLS] += 1
+            continue
+        yield {
+            "id": str(row.get("id") or f"{name_of(url)}-{number:06d}"),
+            "source": url,
+            "data_source": str(row.get("data_source") or name_of(url)),
+            "prompt": prompt,
+            "response": response,
+            "score": _score(row, where),
+        }
+
+
+def _ratings(url: str) -> dict[str, float]:
+    ratings: dict[str, float] = {}
+    for where, row in read(url):
+        score = _score(row, where)
+        if not isinstance(row.get("id"), str) or score is None:
+            raise UserError(
+                f"{where}: ratings are rows of id and score (or rating); there are {in_one_line(', '.join(row))}"
+            )
+        ratings[row["id"]] = score
+    return ratings
+
+
+def _score(row: Mapping[str, Any], where: str) -> float | None:
+    column = next((name for name in SCORES if row.get(name) is not None), None)
+    if column is None:
+        return None
+    value = row[column]
+    with suppress(ValueError):
+        value = json.loads(value.lower()) if isinstance(value, str) else value  # CSV has texts
+    if not isinstance(value, int | float):
+        raise UserError(f"{where}: {column} is {row[column]!r:.60}: write a number, or true and false")
+    return float(value)

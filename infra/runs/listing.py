@@ -1,0 +1,197 @@
+"""The runs of a store, from what their logs and indexes hold. No data file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Literal
+
+import fsspec
+
+from ratchet.infra.execution import heartbeat
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.runs.run import Run, run_names
+from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import Fork, ObjectRef, StageCommit
+from ratchet.infra.store.run_store import VALIDATE, RunStore
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.metrics import VALIDATION, current, validation_scores
+
+READERS = 16
+"""Threads that read, so that a remote store's latency adds up less."""
+FRESH_S = 60.0
+"""A driver on another host counts as alive while its heartbeat is younger."""
+
+State = Literal["not started", "running", "stopped", "failed", "finished", "ended early", "fit", "damaged"]
+"""`not started`: a fork that no driver has claimed; `failed`: an error ended the newest driver; `stopped`: it was asked
+to stop, or killed; `ended early`: by `validation.patience`; `fit`: an SFT or a reward model, running or not; `damaged`:
+the log, an index or a validation cannot be read."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a list of runs shows of one run."""
+
+    name: str
+    url: str
+    state: State
+    iteration: int
+    """The open iteration, which is the number of closed ones."""
+    iterations: int | None
+    """The number of iterations of the config; None for a fit, and if it cannot be read."""
+    best_validation: tuple[str, float] | None
+    """The metric that `validation.metric` names, and its best value."""
+    age_s: float
+    """Seconds since the last commit."""
+    bytes: int
+    """Size of all files in the run's folder. A fork's folder lacks what it shares with its parent."""
+    problem: str = ""
+    """If the run is damaged, has failed or has not started: why, in one line."""
+
+
+def runs_of(store_url: str) -> list[RunSummary]:
+    """List the runs of a store.
+
+    The cost of a run is a listing of its folder, its newest log records, and the index of each closed iteration, which
+    is read once per process.
+
+    Args:
+        store_url: the folder of runs, as any fsspec URL or a local path.
+
+    Returns:
+        A summary of each run, the newest commit first. Empty if the store does not exist.
+
+    Raises:
+        UserError: fsspec does not support the protocol, or the store refuses access.
+        StoreUnavailable: the store does not answer.
+    """
+    names = run_names(store_url)
+    with ThreadPoolExecutor(READERS) as readers:
+        summaries = readers.map(lambda name: _summary(store_url, name), names)
+        return sorted((summary for summary in summaries if summary is not None), key=lambda summary: summary.age_s)
+
+
+def _summary(store_url: str, name: str) -> RunSummary | None:
+    """The summary of a run; None if the folder holds no run."""
+    url = run_url(store_url, name)
+    objects = ObjectStore(url)
+    size = _size(objects)
+    closed, iterations, age_s = 0, None, float("inf")
+    try:
+        store = RunStore(objects)
+        if store.log.read().slot < 0:
+            return None
+        run = Run(store)
+        closed, iterations = run.state.iteration, None if run.is_fit else run.config.iterations
+        age_s = max((datetime.now(UTC) - run.store.log.record(run.state.slot).at).total_seconds(), 0.0)
+        validated = {} if run.is_fit else validations(run)
+        metric = None if run.is_fit else run.config.validation.metric
+        best = max(validation_scores(validated, metric).values(), key=lambda score: score[1], default=None)
+        state = state_of(run, validated)
+    except (Corrupt, UserError) as error:
+        return RunSummary(name, url, "damaged", closed, iterations, None, age_s, size, str(error).splitlines()[0])
+    return RunSummary(name, url, state, closed, iterations, best, age_s, size, _problem(run, state))
+
+
+def _problem(run: Run, state: State) -> str:
+    """Why a run of this state does not run."""
+    if state == "not started":
+        return "a fork; `ratchet resume` starts it"
+    beat = heartbeat.read(run.store.objects)
+    return beat.failure or "" if state == "failed" and beat is not None else ""
+
+
+def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
+    """Tell what a readable run does.
+
+    Args:
+        run: the run.
+        metrics: metrics by iteration, in order, at least those of its validations.
+
+    Returns:
+        Its state.
+    """
+    if run.is_fit:
+        return "fit"
+    config, closed = run.config, run.state.iteration
+    if closed >= config.iterations:
+        return "finished"
+    scores = validation_scores(metrics, config.validation.metric)
+    if config.ends_early({iteration: value for iteration, (_, value) in scores.items() if iteration < closed}):
+        return "ended early"
+    objects = run.store.objects
+    if is_driven(objects):
+        return "running"
+    beat = heartbeat.read(objects)
+    if beat is None and run.state.slot == 0 and isinstance(run.store.log.record(0).commits[0], Fork):
+        return "not started"
+    return "failed" if beat is not None and beat.failure is not None else "stopped"
+
+
+def is_driven(objects: ObjectStore) -> bool:
+    """Tell whether a driver is at work, without waiting for its next heartbeat.
+
+    Args:
+        objects: the run's folder.
+
+    Returns:
+        Whether the driver's process lives; on another host, whether its heartbeat is younger than `FRESH_S`.
+    """
+    beat = heartbeat.read(objects)
+    if beat is None or beat.stopped:
+        return False
+    lives = heartbeat.lives_here(beat)
+    if lives is not None:
+        return lives
+    fs, path = fsspec.core.url_to_fs(f"{objects.url}/{heartbeat.KEY}", use_listings_cache=False)
+    try:
+        written: datetime = objects.retry("look at the heartbeat", lambda: fs.modified(path))
+    except FileNotFoundError:
+        return False
+    return (datetime.now(UTC) - written).total_seconds() < FRESH_S
+
+
+def validations(run: Run) -> dict[int, dict[str, float]]:
+    """Collect the validation metrics of a run, those of the open iteration included.
+
+    Args:
+        run: the run.
+
+    Returns:
+        The metrics of each validation by iteration, in order, by today's names.
+
+    Raises:
+        Corrupt: an index or a manifest is missing or damaged.
+    """
+    state, url = run.state, run.store.url
+    refs = [ref for page in state.pages for ref in (*_page(url, page), page)] + state.recent
+    metrics = {iteration: dict(_validation(url, ref)) for iteration, ref in enumerate(refs)}
+    committed = state.stages.get(VALIDATE)
+    if isinstance(committed, StageCommit):
+        metrics[state.iteration] = _of_validation(current(run.store.manifest(committed).metrics))
+    return {iteration: row for iteration, row in metrics.items() if row}
+
+
+@lru_cache(maxsize=4096)
+def _page(url: str, page: ObjectRef) -> tuple[ObjectRef, ...]:
+    """The other indexes in a page of closed iterations."""
+    return tuple(RunStore.at(url).log.load_index(page).recent)
+
+
+@lru_cache(maxsize=262_144)
+def _validation(url: str, index: ObjectRef) -> tuple[tuple[str, float], ...]:
+    """The validation metrics in an index. Indexes are immutable, so they are read once."""
+    return tuple(_of_validation(Run(RunStore.at(url)).metrics_of(index)).items())
+
+
+def _of_validation(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
+
+
+def _size(objects: ObjectStore) -> int:
+    fs, path = fsspec.core.url_to_fs(objects.url, use_listings_cache=False)
+    return int(objects.retry("list its files", lambda: fs.du(path)))

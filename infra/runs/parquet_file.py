@@ -1,0 +1,31 @@
+"""Parquet files that commands write for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.run_store import parquet_bytes
+
+
+def write_parquet(table: pa.Table, output: str) -> None:
+    """Write a Parquet file, which appears whole or not at all.
+
+    Args:
+        table: its rows.
+        output: path of the file, in a folder that exists, or fsspec URL. A file that is there is replaced.
+
+    Raises:
+        UserError: the store refuses access, or fsspec does not support the protocol.
+        StoreUnavailable: the store does not answer.
+    """
+    content = parquet_bytes(table)
+    if "://" in output:
+        folder, _, name = output.rpartition("/")
+        ObjectStore(folder).put(name, content)
+    else:
+        written = Path(output).with_name(f".{Path(output).name}")
+        written.write_bytes(content)
+        written.replace(output)

@@ -1,0 +1,618 @@
+"""Reading a run as pandas frames: only committed data, and without claiming the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from bisect import bisect
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pyarrow as pa
+
+from ratchet.infra.execution.claims import is_fit, run_url
+from ratchet.infra.progress import note
+from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.manifest import Checkpoint
+from ratchet.infra.store.object_store import LocalBackend, ObjectStore
+from ratchet.infra.store.records import ObjectRef, RunState, StageCommit
+from ratchet.infra.store.run_store import UPDATE_ACTOR, VALIDATE, RunStore
+from ratchet.rlhf import consent
+from ratchet.rlhf.config import RunConfig, RunSection, stored_config
+from ratchet.rlhf.config.published import published_text
+from ratchet.rlhf.errors import RatchetError, UserError, counted, reached
+from ratchet.rlhf.metrics import current
+from ratchet.rlhf.schema import TRAJECTORY, trajectory_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+OnDamage = Callable[[Corrupt], None]
+
+ADAPTER_CONFIG = "adapter_config.json"
+LAYOUTS = (
+    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *(ADAPTER_CONFIG, "adapter_model*.safetensors"),
+)
+"""Files of models and of adapters, whole or in shards. Old ones would be loaded together with new ones."""
+CARD = "README.md"
+"""The file of a model folder that people read first."""
+
+
+def open_run(url: str) -> Run:
+    """Open a run for reading.
+
+    Args:
+        url: the run's folder, such as ``s3://bucket/runs/countdown`` or ``./runs/countdown``.
+
+    Returns:
+        The run as it is now.
+
+    Raises:
+        UserError: there is no run.
+        Corrupt: the log is damaged.
+    """
+    store = RunStore(ObjectStore(url))
+    if store.log.read().slot < 0:
+        raise no_run(url)
+    return Run(store)
+
+
+def no_run(url: str) -> UserError:
+    """The error for a URL at which there is no run; it names the runs with the most similar names."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    store = parent or str(RunSection.model_fields["store"].default)
+    try:
+        near = get_close_matches(name, run_names(store), n=3)
+    except RatchetError:  # of a store that cannot be listed the user knows enough
+        near = []
+    if parent and near:
+        remedy = f"is it {' or '.join(near)}?"
+    elif parent:
+        remedy = f"check the name, and the store {parent} (--store or RATCHET_STORE), whose runs `ratchet ls` lists"
+    else:
+        remedy = f"give its folder, such as {' or '.join(run_url(store, candidate) for candidate in near or [name])}"
+    return UserError(f"there is no run at {url}: {remedy}")
+
+
+def run_names(store_url: str) -> list[str]:
+    """Name the folders of a store, which are its runs and perhaps others.
+
+    Args:
+        store_url: the folder of runs.
+
+    Returns:
+        The names, sorted. Empty if the store does not exist.
+
+    Raises:
+        UserError: fsspec does not support the protocol, or the store refuses access.
+        StoreUnavailable: the store does not answer.
+    """
+    try:
+        entries = _entries(store_url)
+    except FileNotFoundError:
+        return []
+    folders = (entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+    return sorted(name for name in folders if not name.startswith("."))
+
+
+def check_store(store_url: str) -> None:
+    """Check that a store exists; an object store does if its bucket does.
+
+    Args:
+        store_url: the folder of runs.
+
+    Raises:
+        UserError: there is no such folder or bucket.
+    """
+    try:
+        _entries(store_url)
+    except FileNotFoundError as error:
+        is_local = isinstance(ObjectStore(store_url).backend, LocalBackend)
+        if is_local or error.__cause__ is not None:  # of a folder that is merely empty, an object store knows nothing
+            kind = "folder" if is_local else "bucket"
+            raise UserError(f"--store {store_url}: there is no such {kind}; name that of your runs") from None
+
+
+def _entries(store_url: str) -> list[dict[str, Any]]:
+    """What the folder of runs holds, as fsspec lists it. Raises `FileNotFoundError` if there is none."""
+    objects = ObjectStore(store_url)
+    fs, root = fsspec.core.url_to_fs(store_url, use_listings_cache=False)
+    entries: list[dict[str, Any]] = objects.retry("list its runs", lambda: fs.ls(root.rstrip("/"), detail=True))
+    return entries
+
+
+def own_answers(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row for each trajectory that the policy of its iteration wrote.
+
+    Args:
+        rows: trajectories with `trajectory_id`, and with `replayed_from` if the run replays any (`data.replay`).
+
+    Returns:
+        The rows without repeated trajectories and, of an agent's trajectory, only that of its last branch.
+    """
+    if "replayed_from" in rows:
+        rows = rows[rows["replayed_from"].isna()]
+    return rows[~rows["trajectory_id"].map(trajectory_of).duplicated(keep="last")]
+
+
+def row_stages(state: RunState) -> list[str]:
+    """The stages that write rows, in order, started or not; updates write none."""
+    complete = (
+        name for name, commit in state.stages.items() if isinstance(commit, StageCommit) and commit.weights is None
+    )
+    return list(dict.fromkeys((*TRAJECTORY.stages, *state.shards, *complete)))
+
+
+def _remove_weights(folder: Path) -> None:
+    """Remove the weights of an earlier export: adapters would be applied to weights that contain them."""
+    for pattern in LAYOUTS:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def refuse(damage: Corrupt) -> None:
+    """The default `damaged` callback: raise the error."""
+    raise damage
+
+
+class Run:
+    """A run as of the moment it was opened.
+
+    Methods that take a callback `damaged` call it with each `Corrupt` error and leave that iteration out; the default
+    raises the first error.
+    """
+
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
+
+    def __repr__(self) -> str:
+        """The run's URL and how far it is, such as ``Run('file://./runs/countdown', 20 of 34 iterations)``."""
+        closed = self.state.iteration
+        if self.is_fit:
+            return f"Run({self.store.url!r}, a fit with {counted(closed, 'round')})"
+        return f"Run({self.store.url!r}, {reached(closed, self.config.iterations)})"
+
+    @property
+    def state(self) -> RunState:
+        """The run's state when it was opened."""
+        return self.store.state
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether the run is a fit (sft, reward-model), which has no trajectories."""
+        assert self.state.claim is not None
+        return is_fit(self.state.claim.config)
+
+    @property
+    def config(self) -> RunConfig:
+        """The config of the newest driver.
+
+        Raises:
+            UserError: the run is a fit.
+        """
+        assert self.state.claim is not None
+        if self.is_fit:
+            raise UserError(f"{self.store.url} is a fit, not a run of iterations: `ratchet status` shows its metrics")
+        return stored_config(self.state.claim.config, f"{self.store.url}, newest claim")
+
+    def trajectories(
+        self,
+        iterations: int | Iterable[int] | None = None,
+        columns: Sequence[str] | None = None,
+        damaged: OnDamage = refuse,
+    ) -> pd.DataFrame:
+        """Committed trajectories, joined over the stages.
+
+        Args:
+            iterations: one iteration or several; None for all, including the open iteration.
+            columns: None for all.
+            damaged: called with each error of a missing or damaged object.
+
+        Returns:
+            One row per trajectory, with the columns `iteration` and `columns`. An open iteration has only the rows
+            that all stages of the chosen columns have committed.
+
+        Raises:
+            UserError: the run has no such iteration, or a column does not exist.
+            Corrupt: an object is missing or damaged, unless `damaged` handles it.
+        """
+        import pandas as pd
+
+        if iterations is None:
+            iterations = range(self.state.iteration + 1)
+        chosen = [iterations] if isinstance(iterations, int) else list(iterations)
+        last = max([self.state.iteration, *self.state.ahead])
+        if beyond := [iteration for iteration in chosen if not 0 <= iteration <= last]:
+            raise UserError(
+                f"there is no iteration {beyond[0]}: the run has iterations 0 to {last} "
+                f"({self.state.iteration} is open)"
+            )
+        readable: list[tuple[RunState, dict[str, tuple[str, ...]]]] = []
+        known = dict.fromkeys(column.name for column in TRAJECTORY.columns)
+        for iteration in chosen:
+            try:
+                state = self.store.iteration_state(iteration)
+                by_stage = self._columns(state)
+            except Corrupt as damage:
+                damaged(damage)
+            else:
+                readable.append((state, by_stage))
+                known |= dict.fromkeys(name for names in by_stage.values() for name in names)
+        asked = [name for name in columns or () if name != "iteration"]  # which is always there
+        if unknown := [name for name in asked if name not in known]:
+            raise UserError(f"there is no column {unknown[0]}; columns are iteration, {', '.join(known)}")
+        wanted = list(known) if columns is None else asked
+        frames = []
+        for state, by_stage in readable:
+            try:
+                frames.append(self._iteration(state, by_stage, wanted, columns is None))
+            except Corrupt as damage:
+                damaged(damage)
+        frames = [frame for frame in frames if len(frame)]
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["iteration", *wanted])
+
+    def _columns(self, state: RunState) -> dict[str, tuple[str, ...]]:
+        """The columns of the training trajectories that each stage has committed in an iteration."""
+        return {name: self.store.columns_of(state, name) for name in row_stages(state) if name != VALIDATE}
+
+    def query(self, sql: str) -> pd.DataFrame:
+        """Run SQL over the run's committed data; `ratchet.infra.runs.query.query` describes the tables, and takes several runs.
+
+        Args:
+            sql: one statement.
+
+        Returns:
+            The result.
+
+        Raises:
+            UserError: DuckDB rejects the query, or `sql` is not one statement.
+            Corrupt: an index, a manifest or a metrics file is missing or damaged.
+        """
+        from ratchet.infra.runs.query import query
+
+        return query(self, sql)
+
+    def validation(
+        self, iterations: int | Iterable[int] | None = None, columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
+        """Committed validations.
+
+        Args:
+            iterations: one iteration or several; None for all.
+            columns: those to read; None for all.
+
+        Returns:
+            One row per trajectory; `iteration` is the iteration before which the validation ran. Empty if there are
+            none.
+
+        Raises:
+            Corrupt: an object is missing or damaged.
+        """
+        import pandas as pd
+
+        if iterations is None:
+            iterations = range(self.state.iteration + 1)
+        frames = []
+        for iteration in [iterations] if isinstance(iterations, int) else iterations:
+            frame = self._stage_frame(self.store.iteration_state(iteration), VALIDATE, columns)
+            if frame is not None:
+                frames.append(frame.assign(iteration=iteration))
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+    def served(self, damaged: OnDamage = refuse) -> pd.DataFrame:
+        """The answers of `ratchet serve`, which are no part of the run's history.
+
+        Args:
+            damaged: called with each error of a missing or damaged file.
+
+        Returns:
+            One row per answer; docs/columns.md describes the columns.
+
+        Raises:
+            Corrupt: a file is missing or damaged, unless `damaged` handles it.
+        """
+        from ratchet.infra.runs.served import served
+
+        frame: pd.DataFrame = served(self.store, damaged).to_pandas()
+        return frame
+
+    def metrics(self, last: int | None = None, damaged: OnDamage = refuse) -> pd.DataFrame:
+        """The metrics of closed iterations. Reads one index per iteration.
+
+        Args:
+            last: the number of newest iterations to read; None for all.
+            damaged: called with each error of a missing or damaged object.
+
+        Returns:
+            One row per iteration, with the column `iteration` and one column per metric that any of them has, by
+            today's names.
+
+        Raises:
+            Corrupt: an object is missing or damaged, unless `damaged` handles it.
+        """
+        import pandas as pd
+
+        rows = self.metric_rows(last, damaged)
+        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["iteration"])
+
+    def metric_rows(self, last: int | None = None, damaged: OnDamage = refuse) -> list[dict[str, float]]:
+        """The same as `metrics`, as a mapping per iteration of the metrics that it has."""
+        closed = self.state.iteration
+        rows = []
+        for iteration in range(0 if last is None else max(0, closed - last), closed):
+            try:
+                rows.append(self.metrics_of(self.store.index_of(iteration)))
+            except Corrupt as damage:
+                damaged(damage)
+        return rows
+
+    def metrics_of(self, closed: ObjectRef) -> dict[str, float]:
+        """The metrics of one closed iteration.
+
+        Args:
+            closed: the iteration's index, from `RunStore.index_of`.
+
+        Returns:
+            Values by name; `iteration` is among them.
+
+        Raises:
+            Corrupt: an object is missing or damaged.
+        """
+        index = self.store.log.load_index(closed)
+        if index.metric_values or index.metrics is None:
+            return {"iteration": index.iteration, **current(index.metric_values)}
+        [row] = self.store.read_shard(index.metrics).to_pylist()  # indexes of older releases hold no values
+        return current(row)
+
+    def progress(self, iteration: int) -> dict[str, str]:
+        """The progress of an iteration's stages.
+
+        Returns:
+            By stage: ``✓`` complete, ``–`` skipped, or shards such as ``2/4``. Stages without commits are absent.
+        """
+        state = self.store.iteration_state(iteration)
+        progress = {name: "✓" if isinstance(commit, StageCommit) else "–" for name, commit in state.stages.items()}
+        for name, shards in state.shards.items():
+            progress.setdefault(name, f"{len(shards)}/{self._shards_of(name)}")
+        return progress
+
+    def _shards_of(self, stage: str) -> str:
+        """The number of shards of a stage, or the maximum with dynamic sampling. Unknown for validation, where it
+        depends on the prompt file."""
+        if stage == VALIDATE:
+            return "?"
+        return str(-(-self.config.max_prompts // self.config.rollout.prompts_per_shard))
+
+    def newest_snapshot(self) -> int:
+        """The version of the newest snapshot.
+
+        Raises:
+            UserError: the run has no snapshot.
+        """
+        version = max(self.state.snapshots, default=None)
+        if version is None:
+            raise UserError(f"{self.store.url} has no snapshot yet: checkpoint.every says how often one is taken")
+        return version
+
+    def deciding_scores(self, first: int = 0) -> dict[int, float]:
+        """The scores of validations by which the run may end early (`RunConfig.ends_early`).
+
+        Args:
+            first: the first iteration whose score is read.
+
+        Returns:
+            The scores by closed iteration; empty without `validation.patience`, so that nothing is read.
+
+        Raises:
+            Corrupt: an index or a manifest is missing or damaged.
+        """
+        config = self.config
+        if config.validation.patience is None:
+            return {}
+        validated = filter(config.validates, range(first, self.state.iteration))
+        return self.store.validation_scores(validated, config.validation.metric)
+
+    def best_snapshot(self) -> int:
+        """The version of the snapshot with the best validation, by `validation.metric`; notes a better one that has no
+        snapshot. Reads one index per validation.
+
+        Raises:
+            UserError: no snapshot was validated.
+        """
+        versions = {*filter(self.config.validates, range(self.state.iteration)), self.state.iteration}
+        scores = self.store.validation_scores(versions | self.state.snapshots.keys(), self.config.validation.metric)
+
+        def score(version: int) -> tuple[float, int]:
+            return scores[version], version
+
+        best = max(scores, key=score, default=0)
+        kept = [version for version in scores if version in self.state.snapshots]
+        if not kept:
+            gone = f"; {self._without_snapshot(best)}" if scores else ""
+            raise UserError(
+                f"no snapshot of {self.store.url} was validated{gone}: set checkpoint.keep.best and validation.every, "
+                "or choose one with --iteration"
+            )
+        chosen = max(kept, key=score)
+        if scores[best] > scores[chosen]:
+            note(
+                f"{self._without_snapshot(best)}; of the snapshots that were validated, the one after {chosen} "
+                f"iterations is the best ({scores[chosen]:.4g} instead of {scores[best]:.4g}). checkpoint.keep.best=1 "
+                "keeps the best one of a run"
+            )
+        return chosen
+
+    def _without_snapshot(self, version: int) -> str:
+        """Where the best weights are, whose snapshot is not kept, and how to get them."""
+        if not version:
+            return f"the best validation was that before training, whose weights are in {self.config.model.path}"
+        snapshots, name = sorted(self.state.snapshots), self.store.url.rpartition("/")[2]
+        place = bisect(snapshots, version)
+        near = snapshots[max(place - 1, 0) : place + 1]
+        again = (
+            f"`ratchet fork {name} --at {version - 1}:{UPDATE_ACTOR} --run NEW train.iterations={version}`, then "
+            "`ratchet resume NEW`"
+        )
+        return (
+            f"the best validation was that after {version} iterations, which have no snapshot (the nearest: "
+            f"{' and '.join(map(str, near)) or 'none'}); {again} compute them again"
+        )
+
+    def exportable(self, version: int, role: str = "actor", *, adapter: bool = False) -> Checkpoint:
+        """Find what `export` would write, and check that it can.
+
+        Args:
+            version: the snapshot's version.
+            role: the model to export.
+            adapter: whether only its LoRA adapters are wanted.
+
+        Returns:
+            The role's checkpoint.
+
+        Raises:
+            UserError: the run is a fit, or the snapshot, role or adapter does not exist.
+            Corrupt: the checkpoint's manifest is missing or damaged.
+        """
+        if self.is_fit:
+            assert self.state.claim is not None
+            output = self.state.claim.config["output"]
+            raise UserError(
+                f"{self.store.url} is a fit, whose model is already in {output}: `hf upload` shares a folder"
+            )
+        if version not in self.state.snapshots:
+            versions = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
+            raise UserError(
+                f"there is no snapshot after {counted(version, 'iteration')}; existing snapshots: {versions}"
+            )
+        if role not in self.state.snapshots[version]:
+            roles = ", ".join(self.state.snapshots[version])
+            raise UserError(f"snapshot {version} has no {role}; it has: {roles}")
+        checkpoint = self.store.checkpoint(self.state.snapshots[version][role])
+        if adapter and ADAPTER_CONFIG not in checkpoint.files:
+            raise UserError(f"the {role} has no adapter: model.lora is null; leave --adapter out")
+        return checkpoint
+
+    def export(
+        self,
+        version: int,
+        folder: str | Path,
+        role: str = "actor",
+        *,
+        adapter: bool = False,
+        is_published: bool = False,
+    ) -> Path:
+        """Write a snapshot as a Hugging Face model folder with its tokenizer and a model card.
+
+        Args:
+            version: the snapshot's version.
+            folder: created if it does not exist.
+            role: the model to export.
+            adapter: write only the LoRA adapters, in PEFT's format. By default they are merged into the model.
+            is_published: of a base model that is a local folder, adapters name only the last part of its path. By
+                default they name all of it, so that they can be loaded on this machine.
+
+        Returns:
+            The folder.
+
+        Raises:
+            UserError: the run is a fit, the snapshot, role or adapter does not exist, or the base model has changed.
+            Corrupt: the snapshot is missing or damaged.
+        """
+        checkpoint = self.exportable(version, role, adapter=adapter)
+        from ratchet.rlhf.models import (
+            GENERATION_CONFIG,
+            copy_code,
+            copy_tokenizer,
+            hub_name,
+            initial_digest,
+            load_actor,
+            load_critic,
+            model_folder,
+            save,
+        )
+        from ratchet.rlhf.train.model_engine import copy_weights
+        from ratchet.rlhf.weights.stored_state import StoredState
+
+        target, base = Path(folder), self.config.model_of(role)
+        source = model_folder(self.config.model)
+        if target.resolve() in (source.resolve(), Path(base.path).resolve()):
+            raise UserError(f"{folder} is the model that the run started from: name another folder")
+        target.mkdir(parents=True, exist_ok=True)
+        names = [name for name in checkpoint.files if name.startswith(("config", "model", "adapter"))]
+        files = self.store.read_checkpoint(checkpoint, names)
+        named_base = None
+        if adapter:
+            folder_of_base = str(Path(base.path).absolute())
+            named_base = hub_name(base) or (published_text(folder_of_base) if is_published else folder_of_base)
+        if ADAPTER_CONFIG in files and not adapter:
+            seed = self.config.run.seed
+            if initial_digest(base, seed) != self.state.initial[role].digest:
+                raise UserError(f"{base.path} is not the base model of the run's adapters: restore its files")
+            consent.require(self.config, models_only=True)
+            model = load_critic(base, seed) if role == "critic" else load_actor(base, seed)
+            copy_weights(StoredState.of(files).tensors(), model)
+            _remove_weights(target)
+            save(model, target)
+        else:
+            _remove_weights(target)
+            for name, data in files.items():
+                (target / name).write_bytes(data)
+            if named_base is not None:
+                # The stored one tells no task, and names the folder of a download of the base model.
+                task = "TOKEN_CLS" if role == "critic" else "CAUSAL_LM"
+                settings = json.loads(files[ADAPTER_CONFIG]) | {
+                    "base_model_name_or_path": named_base,
+                    "task_type": task,
+                }
+                (target / ADAPTER_CONFIG).write_text(json.dumps(settings, sort_keys=True, indent=1))
+        copy_code(base, target)
+        copy_tokenizer(self.config.model, target)
+        if (generation := source / GENERATION_CONFIG).is_file():
+            shutil.copyfile(generation, target / GENERATION_CONFIG)
+        self._write_card(target / CARD, checkpoint, named_base)
+        return target
+
+    def _write_card(self, path: Path, checkpoint: Checkpoint, base: str | None) -> None:
+        """Write the model card of an export; without what it tells, the export is still good."""
+        from ratchet.infra.runs.model_card import model_card
+
+        try:
+            path.write_text(model_card(self, checkpoint, base), encoding="utf-8")
+        except Corrupt as damage:
+            path.unlink(missing_ok=True)  # that of an earlier export
+            note(f"the folder gets no model card: {damage}")
+
+    def _iteration(
+        self, state: RunState, by_stage: dict[str, tuple[str, ...]], wanted: Sequence[str], tolerant: bool
+    ) -> pd.DataFrame:
+        """The wanted columns of one iteration. If a stage has no data, its columns are missing from the result
+        (`tolerant`), or the result is empty (otherwise)."""
+        import pandas as pd
+
+        joined: pd.DataFrame | None = None
+        for stage, stage_columns in by_stage.items():
+            columns = [name for name in wanted if name in stage_columns]
+            if not columns and not (stage == "generate" and joined is None):
+                continue
+            frame = self._stage_frame(state, stage, ["trajectory_id", *columns])
+            if frame is None:
+                if tolerant and joined is not None:
+                    continue
+                return pd.DataFrame()
+            joined = frame if joined is None else joined.merge(frame, on="trajectory_id", how="inner")
+        assert joined is not None
+        order = [name for name in wanted if name in joined.columns]
+        return joined[order].assign(iteration=state.iteration)[["iteration", *order]]
+
+    def _stage_frame(self, state: RunState, stage: str, columns: Sequence[str] | None) -> pd.DataFrame | None:
+        refs = self.store.shards_of(state, stage)
+        if not refs:
+            return None
+        shards = [self.store.read_shard(ref, columns) for ref in refs]
+        table = pa.concat_tables(shards, promote_options="default")  # files of older releases may lack columns
+        frame: pd.DataFrame = table.to_pandas(maps_as_pydicts="strict")
+        return frame

@@ -1,0 +1,78 @@
+"""The process that runs SQL. `ratchet.infra.runs.statements` starts it and talks to it through a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import duckdb
+import pyarrow as pa
+
+from ratchet.infra.runs.sql import Statement, Tables, arrow_bytes, connect, execute, reason
+from ratchet.rlhf.errors import UserError
+
+UNREADABLE = (duckdb.InvalidInputException, SystemError)
+"""What a statement raises if a data file cannot be read: the second if its bytes mislead pyarrow's reader."""
+WITHOUT_MEMORY = (MemoryError, duckdb.OutOfMemoryException, pa.ArrowMemoryError)
+
+
+def main() -> None:
+    pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    memory_bytes, threads, seconds = int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, whatever it is at
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    warnings.simplefilter("ignore")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says when it finds no memory
+    try:
+        while True:
+            head = json.loads(pipe.recv_bytes())
+            tables = Tables.from_bytes([pipe.recv_bytes() for _ in range(head["parts"])])
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            answers = answer(
+                tables, [Statement(**statement) for statement in head["statements"]], memory_bytes, threads
+            )
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            for part in answers:
+                pipe.send_bytes(part)
+    except (EOFError, OSError):  # the parent has ended, or needs this process no more
+        return
+
+
+def answer(tables: Tables, statements: Sequence[Statement], memory_bytes: int, threads: int) -> list[bytes]:
+    """Run statements over tables, with half of the memory for what DuckDB counts.
+
+    Returns:
+        JSON that says what went wrong, or that nothing did, and then a stream of Arrow for each result.
+    """
+    try:
+        connection = connect(tables, memory_bytes // 2, threads)
+        results = [arrow_bytes(execute(connection, statement).to_arrow_reader()) for statement in statements]
+    except (duckdb.Error, pa.ArrowException, UserError, SystemError, MemoryError) as error:
+        if isinstance(error, WITHOUT_MEMORY):
+            kind = "memory"
+        elif isinstance(error, UNREADABLE):
+            kind = "unreadable"
+        else:
+            kind = "syntax" if isinstance(error, duckdb.ParserException) else "refused"
+        return [json.dumps({"kind": kind, "message": reason(error), "results": 0}).encode()]
+    return [json.dumps({"kind": "answered", "message": "", "results": len(results)}).encode(), *results]
+
+
+def _end_with_parent(parent: int) -> None:
+    """A killed parent cannot end this process, which may be at a statement."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

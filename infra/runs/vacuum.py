@@ -1,0 +1,191 @@
+"""Deleting files that no commit or fork references: leftovers of failed attempts and dead drivers, expired snapshots.
+
+The log is read from its first record and must be complete, so that no needed file is deleted. Log records are never
+deleted, nor files that Ratchet did not write.
+"""
+
+from __future__ import annotations
+
+from ratchet.infra.execution.claims import refuse_if_driven
+from ratchet.infra.store.answers import FOLDER as ANSWERS
+from ratchet.infra.store.chain import Broken, Chain, last_slot
+from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.records import (
+    Expire,
+    Finalize,
+    Journal,
+    ObjectRef,
+    Record,
+    ShardRef,
+    Snapshot,
+    StageCommit,
+    named_here,
+)
+from ratchet.infra.store.run_store import REPORT, SERVED, RunStore, is_call_file, is_written
+
+KEPT = ("run.json", "log/", "forks/", ANSWERS, SERVED, REPORT)
+
+
+def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
+    """Claim the run, so that no other driver writes meanwhile, and delete its unreferenced files.
+
+    Args:
+        store: the run.
+        take_over: proceed, and fence the driver, even if a driver is alive.
+
+    Returns:
+        The deleted keys, sorted.
+
+    Raises:
+        Fenced: a driver is alive.
+        Corrupt: the log is incomplete or damaged; nothing was claimed or deleted.
+    """
+    refuse_if_driven(store, take_over)
+    reached = _reached(store)
+    claim = store.state.claim
+    assert claim is not None, "a run that can be read was claimed"
+    store.log.claim(claim)
+    reached.advance()
+    doomed = reached.leftovers()
+    store.objects.delete(doomed)
+    store.objects.delete_leftovers()
+    return doomed
+
+
+def unreached(store: RunStore) -> list[str]:
+    """What `vacuum` would delete, without claiming the run.
+
+    Args:
+        store: the run.
+
+    Returns:
+        The keys, sorted.
+
+    Raises:
+        Corrupt: the log is incomplete or damaged.
+    """
+    return _reached(store).leftovers()
+
+
+def foreign(store: RunStore) -> list[str]:
+    """Name the files in a run's folder that Ratchet did not write, and so never deletes.
+
+    Args:
+        store: the run.
+
+    Returns:
+        The keys, sorted.
+
+    Raises:
+        Corrupt: the log is incomplete or damaged.
+    """
+    return [key for key in _reached(store).others() if not is_written(key)]
+
+
+class Reached:
+    """The files in a run's folder that its records reference, directly or through manifests."""
+
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
+        self.digests: dict[str, str] = {}
+        """sha256 by key, without checkpoints."""
+        self.snapshots: dict[int, list[ObjectRef]] = {}
+        """Checkpoint manifests of the snapshots that are not expired, by version."""
+        self.journals: dict[tuple[int, str], tuple[ShardRef, ...]] = {}
+        """The newest journals, by iteration and stage."""
+        self.closed = 0
+        """Number of closed iterations."""
+        self._chain = Chain(store)
+
+    def advance(self) -> None:
+        """Read the log's new records.
+
+        Raises:
+            Corrupt: a record, or a manifest that it names, is missing or damaged.
+        """
+        keys = self.store.objects.list("")
+        newest: Record | None = None
+        for record in self._chain.read(last_slot(keys)):
+            if isinstance(record, Broken):
+                raise _not_whole(self.store, f"{record.key} {record.what}")
+            if unreadable := self.add(record):
+                raise _not_whole(self.store, f"{unreadable[0]} cannot be read")
+            newest = record
+        if newest is not None and not newest.digest:  # version 2: no later record can show that this one was changed
+            lost = sorted({ref.key for commit in newest.commits for ref in named_here(commit)} - set(keys))
+            if lost:
+                raise _not_whole(self.store, f"{lost[0]} is gone, which the newest record commits")
+
+    def add(self, record: Record) -> list[str]:
+        """Add the files that a record references.
+
+        Args:
+            record: the next record of the log.
+
+        Returns:
+            Keys of its manifests that are missing or damaged.
+        """
+        unreadable = []
+        for commit in record.commits:
+            refs = named_here(commit)
+            if isinstance(commit, StageCommit) and refs:
+                try:
+                    refs += [shard for shard in self.store.manifest(commit).shards if shard.run is None]
+                except Corrupt:
+                    unreadable.append(commit.manifest.key)
+            self.digests |= {ref.key: ref.sha256 for ref in refs}
+            if isinstance(commit, Snapshot):
+                self.snapshots[commit.version] = list(commit.roles.values())
+            elif isinstance(commit, Expire):
+                self.snapshots.pop(commit.version, None)
+            elif isinstance(commit, Journal):
+                self.journals[commit.iteration, commit.stage] = commit.parts
+            elif isinstance(commit, StageCommit):
+                self.journals.pop((commit.iteration, commit.stage), None)
+            elif isinstance(commit, Finalize):
+                self.closed = commit.iteration + 1
+                self.journals = {place: parts for place, parts in self.journals.items() if place[0] > commit.iteration}
+        return unreadable
+
+    def checkpoints(self) -> list[ObjectRef]:
+        """The checkpoint manifests in this folder that the run or a fork needs.
+
+        Raises:
+            Corrupt: the registration of a fork is damaged.
+        """
+        kept = [ref for refs in self.snapshots.values() for ref in refs if ref.run is None]
+        forks = [ref for fork in self.store.forks() for roles in fork.snapshots.values() for ref in roles.values()]
+        return list(dict.fromkeys([*kept, *(ref.model_copy(update={"run": None}) for ref in forks)]))
+
+    def others(self) -> list[str]:
+        """The keys in the run's folder that are not referenced, sorted.
+
+        Raises:
+            Corrupt: a checkpoint manifest, or the registration of a fork, is missing or damaged.
+        """
+        reached = set(self.digests) | {part.key for parts in self.journals.values() for part in parts}
+        for ref in self.checkpoints():
+            reached |= {ref.key, *(file.key for file in self.store.checkpoint(ref).files.values())}
+        unreached = (key for key in self.store.objects.list("") if not key.startswith(KEPT) and key not in reached)
+        return [key for key in unreached if not self._will_be_adopted(key)]
+
+    def leftovers(self) -> list[str]:
+        """Those of `others` that Ratchet wrote."""
+        return [key for key in self.others() if is_written(key)]
+
+    def _will_be_adopted(self, key: str) -> bool:
+        """Whether a file has answers that programs of agents got, in an iteration that is not closed."""
+        return is_call_file(key) and key >= f"journals/iteration={self.closed:06d}/"
+
+
+def _reached(store: RunStore) -> Reached:
+    reached = Reached(store)
+    reached.advance()
+    return reached
+
+
+def _not_whole(store: RunStore, damage: str) -> Corrupt:
+    return Corrupt(
+        f"{store.url}/{damage}: nothing is deleted, because it is unknown which files are still needed; restore it "
+        "from a backup (`ratchet verify` lists all damage)"
+    )

@@ -1,0 +1,158 @@
+"""Checking a run: its log, and the digest of every object that the log references, with repairs for harmless damage."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from ratchet.infra.execution.claims import run_json, run_json_is_readable
+from ratchet.infra.progress import StepProgress, report
+from ratchet.infra.runs.run import no_run
+from ratchet.infra.runs.vacuum import KEPT, Reached
+from ratchet.infra.store import answers
+from ratchet.infra.store.chain import AT_ONCE, Broken, Chain, last_slot
+from ratchet.infra.store.log import TAIL, Corrupt
+from ratchet.infra.store.records import ObjectRef
+from ratchet.infra.store.run_store import RunStore, is_served, is_written, served_digest
+
+RANGE = 2**24
+"""Bytes per read."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A damaged or missing object, or one that nothing references."""
+
+    key: str
+    what: str
+    """The problem."""
+    means: str
+    """The consequences and the fix."""
+    harmless: bool = False
+    repair: Callable[[], None] | None = None
+    """Fixes the problem, if that is safe."""
+
+
+def verify(store: RunStore) -> Iterator[Finding]:
+    """Check the whole run, without claiming it or writing to it.
+
+    The run may be driven meanwhile; objects written after the check has started are ignored.
+
+    Args:
+        store: the run.
+
+    Yields:
+        Problems, those of the log first.
+
+    Raises:
+        UserError: there is no run, or this release does not read it.
+    """
+    keys = store.objects.list("")
+    last = last_slot(keys)
+    if last < 0:
+        raise no_run(store.url)
+    with suppress(Corrupt):  # damage is reported below; this call only rejects unknown schema versions
+        store.log.read()
+    reached, is_whole = Reached(store), True
+    for record in Chain(store).read(last):
+        if isinstance(record, Broken):
+            is_whole = False
+            yield Finding(
+                record.key,
+                record.what,
+                "resume and vacuum are refused if they need this record; restore it from a backup, or fork from an "
+                "iteration before it (`ratchet fork RUN --at K`)",
+            )
+        elif reached.add(record):
+            is_whole = False  # the damaged manifest is reported below
+    digests = dict(reached.digests)
+    for ref in reached.checkpoints():
+        digests[ref.key] = ref.sha256
+        with suppress(Corrupt):
+            digests |= {file.key: file.sha256 for file in store.checkpoint(ref).files.values()}
+    digests |= {key: served_digest(key) for key in keys if is_served(key)}
+    yield from _objects(store, digests)
+    yield from _beside_the_log(store)
+    yield from _answers(store, [key for key in keys if key.startswith(answers.FOLDER)])
+    for key in keys:
+        if is_whole and key not in digests and not key.startswith(KEPT):
+            means = (
+                "`ratchet vacuum` deletes it" if is_written(key) else "Ratchet did not write it, and leaves it alone"
+            )
+            yield Finding(key, "is not referenced by any record", means, harmless=True)
+
+
+def _objects(store: RunStore, digests: dict[str, str]) -> Iterator[Finding]:
+    """Compare the objects with their digests, several at a time."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        actual = pool.map(lambda key: _digest(store, key), digests)
+        for done, (key, digest) in enumerate(zip(digests, actual, strict=True), 1):
+            if done % 64 == 0 or done == len(digests):
+                report(StepProgress(what="objects", done=done, total=len(digests)))
+            if digest != digests[key]:
+                yield Finding(key, "is gone" if digest is None else "is damaged", _means(key))
+
+
+def _digest(store: RunStore, key: str) -> str | None:
+    """The sha256 of an object; None if it is missing."""
+    digest = hashlib.sha256()
+    try:
+        for part in store.objects.parts(key, RANGE):
+            digest.update(part)
+    except FileNotFoundError:
+        return None
+    return digest.hexdigest()
+
+
+def _means(key: str) -> str:
+    kind = key.partition("/")[0]
+    return {
+        "trajectories": "pandas, query and replays cannot read these rows; the run resumes if the iteration is closed",
+        "manifests": "this stage cannot be read, forked at or replayed; the run resumes if the iteration is closed",
+        "index": "the iterations of its page cannot be read; resuming needs the newest index",
+        "metrics": "the metrics of this iteration are lost; the run resumes",
+        "served": "answers of `ratchet serve` are lost; the run resumes",
+        "checkpoints": "this snapshot cannot be loaded: resuming from it is refused",
+    }.get(kind, "it is lost") + "; restore it from a backup"
+
+
+def _beside_the_log(store: RunStore) -> Iterator[Finding]:
+    """Check the copies of the log's data, which can be written again."""
+    if not run_json_is_readable(store):
+        yield Finding(
+            "run.json",
+            "is gone or damaged",
+            "it is a copy of data in the log; --repair writes it again, as does resuming",
+            harmless=True,
+            repair=lambda: store.objects.put("run.json", run_json(store)),
+        )
+    hint = store.objects.get_if_there(TAIL)
+    try:
+        if hint is not None:
+            store.log.load_index(ObjectRef.model_validate_json(hint))
+    except (ValueError, Corrupt):
+        yield Finding(
+            TAIL,
+            "is damaged, or names no index",
+            "it is only a hint that saves a few reads; --repair deletes it, and the next close writes it again",
+            harmless=True,
+            repair=lambda: store.objects.delete([TAIL]),
+        )
+
+
+def _answers(store: RunStore, keys: list[str]) -> Iterator[Finding]:
+    """Check the judge's answers, several at a time."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for key, data in zip(keys, pool.map(store.objects.get_if_there, keys), strict=True):
+            if data is not None and not answers.is_sound(data):
+                yield Finding(
+                    key,
+                    "is damaged",
+                    "it is an answer of the judge; --repair deletes it, and the judge is asked again",
+                    harmless=True,
+                    repair=partial(store.objects.delete, [key]),
+                )

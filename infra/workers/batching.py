@@ -1,0 +1,48 @@
+"""Inference for the shards of a stage that are computed in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.train.engine import InferenceEngine
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Together(InferenceEngine):
+    """An engine for the compute function of a stage, which knows one shard. What it asks for the batch of the first
+    shard is computed for the batches of all, because it will ask the same for each."""
+
+    def __init__(self, engine: Callable[[], InferenceEngine], batches: Sequence[TrajectoryBatch]) -> None:
+        """
+        Args:
+            engine: gives the engine, ready for inference.
+            batches: the rows of each shard.
+        """
+        self._engine, self._batches = engine, batches
+        self._computed: dict[tuple[tuple[str, ...], float, int], list[dict[str, pa.Array]]] = {}
+
+    def infer(
+        self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> dict[str, pa.Array]:
+        """Compute the outputs of a shard's batch together with those of the others; of another batch, alone."""
+        names = tuple(outputs)
+        number = next((number for number, own in enumerate(self._batches) if own is batch), None)
+        if number is None:
+            return super().infer(batch, names, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        asked = (names, temperature, micro_batch_tokens)
+        if asked not in self._computed:
+            self._computed[asked] = self.infer_each(
+                self._batches, names, temperature=temperature, micro_batch_tokens=micro_batch_tokens
+            )
+        return self._computed[asked][number]
+
+    def infer_each(
+        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> list[dict[str, pa.Array]]:
+        """Compute the outputs of several batches; see `InferenceEngine.infer_each`."""
+        infer_each = self._engine().infer_each
+        return infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)

@@ -1,0 +1,392 @@
+"""Writes trajectories concurrently with a rollout engine: each is a coroutine that waits for nobody else.
+
+A trajectory that has no environment is one turn of the policy. Otherwise policy and environment take turns. Everything
+that interrupts a turn (new weights, an engine that is lost, a crash) ends in the same way: the turn continues from the
+tokens that the trajectory has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from ratchet.rlhf import event_loop
+from ratchet.rlhf.agents.sessions import Policy, Recorded, Recorder
+from ratchet.rlhf.data.responses import response_text
+from ratchet.rlhf.environments import EnvironmentFailed
+from ratchet.rlhf.environments.calls import EnvironmentCalls, OnError
+from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
+from ratchet.rlhf.errors import EngineLost, NotFinite
+from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENS_PER_CHARACTER = 4
+"""A character has at most four bytes, each of which may be a token."""
+TRIES = 3
+"""How often a trajectory is started at most, with `rollout.environment.on_error: retry`."""
+
+
+class Callers(Protocol):
+    """What calls the policy: the programs of agents, or clients."""
+
+    @property
+    def on_error(self) -> OnError:
+        """What becomes of a trajectory whose program fails."""
+
+    async def run(self, dialogue: Dialogue, policy: Policy, recorded: Sequence[Recorded]) -> None:
+        """Answer the calls of a trajectory to its end.
+
+        Args:
+            dialogue: the trajectory.
+            policy: what answers.
+            recorded: answers of an earlier process.
+
+        Raises:
+            EnvironmentFailed: the program failed.
+        """
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the trajectories of a stage have in common."""
+
+    sampling: Sampling
+    """`max_tokens` limits the whole response."""
+    environments: EnvironmentCalls | None = None
+    """The environments that the policy talks to; None: it answers alone."""
+    max_turns: int = 1
+    """Largest number of turns of the policy."""
+    agents: Callers | None = None
+    """What calls the policy; None: nobody does."""
+    recorder: Recorder | None = None
+    """Stores the answers that programs get."""
+    recorded: Mapping[str, Sequence[Recorded]] = field(default_factory=dict)
+    """Answers of an earlier process, by trajectory id."""
+
+    @property
+    def on_error(self) -> OnError:
+        """What becomes of a trajectory whose environment or program fails."""
+        talks = self.environments or self.agents
+        return "fail" if talks is None else talks.on_error
+
+
+@dataclass(eq=False)
+class _Running:
+    """A trajectory that is being written."""
+
+    dialogue: Dialogue
+    task: asyncio.Task[None] | None = None
+    turns: set[asyncio.Task[None]] = field(default_factory=set)
+    """The requests that the engine works on: one at most, unless an agent makes several calls at the same time."""
+    is_past_gate: bool = False
+    is_announced: bool = True
+    """Whether a batch of the engine waits for its requests. Programs of agents may wait for one another, so that a
+    batch that waits for all of them might never begin."""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A trajectory that is complete, or that noticed an error."""
+
+    dialogue: Dialogue
+    error: BaseException | None = None
+
+
+class Generator:
+    """The trajectories that one rollout engine is writing.
+
+    All methods may be called from any thread except the event loop's.
+    """
+
+    def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, *, interruptible: bool) -> None:
+        """Start without trajectories.
+
+        Args:
+            engine: the rollout engine.
+            tokenizer: tokenizer of the policy.
+            interruptible: whether new weights interrupt a trajectory, which then continues with them; otherwise
+                `pause` waits until all running trajectories are complete.
+        """
+        self.engine, self.tokenizer, self.interruptible = engine, tokenizer, interruptible
+        self.version = 0
+        """Version of the policy whose weights the engine has."""
+        self._gate = asyncio.Event()  # closed while the weights are about to change
+        self._running: dict[int, _Running] = {}
+        """Trajectories that are not complete, by `id`: two stages may use the same trajectory ids."""
+        self._idle = asyncio.Condition()
+        self._ended = deque[_Ended]()
+        self._has_ended = threading.Condition()  # `_ended` changes on the event loop, and is read by `wait`
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `resume` has to be called before anything is generated."""
+        return not self._gate.is_set()
+
+    def submit(self, submitted: Sequence[tuple[Dialogue, Rules]]) -> None:
+        """Start or continue trajectories. Those of one call are announced to the engine together.
+
+        Args:
+            submitted: the trajectories, with the tokens that they have so far, and their rules.
+        """
+        event_loop.run(self._submit(submitted))
+
+    def wait(self, timeout_s: float) -> list[Dialogue]:
+        """Wait until a trajectory is complete.
+
+        Args:
+            timeout_s: time limit in seconds.
+
+        Returns:
+            The trajectories that are complete since the last call; none after the time limit.
+
+        Raises:
+            EngineLost: the engine died. Trajectories keep their tokens, and continue after `resume`.
+            NotFinite: a log-prob is not finite.
+            EnvironmentFailed: an environment failed, and the config stops the run then.
+        """
+        complete: list[Dialogue] = []
+        with self._has_ended:
+            self._has_ended.wait_for(lambda: self._ended, timeout_s)
+            while self._ended:
+                ended = self._ended[0]
+                if ended.error is not None and complete:
+                    break  # the next call raises it, so that no complete trajectory is lost
+                self._ended.popleft()
+                if ended.error is not None:
+                    raise ended.error
+                complete.append(ended.dialogue)
+        return complete
+
+    def copies(self, dialogues: Iterable[Dialogue]) -> list[Dialogue]:
+        """Copy trajectories as they are now, while they are being written."""
+        return event_loop.run(self._copies(list(dialogues)))
+
+    def cancel(self, dialogues: Iterable[Dialogue]) -> None:
+        """Drop those of the trajectories that are not complete."""
+        event_loop.run(self._cancel(list(dialogues)))
+
+    def pause(self) -> None:
+        """Let the engine's requests end, so that its weights can change; see `interruptible`."""
+        event_loop.run(self._pause())
+
+    def resume(self, version: int, engine: RolloutEngine | None = None) -> None:
+        """Continue with new weights.
+
+        Args:
+            version: version of the policy whose weights the engine has now.
+            engine: the engine that replaces a lost one.
+        """
+        event_loop.run(self._resume(version, engine))
+
+    # On the event loop.
+
+    async def _submit(self, submitted: Sequence[tuple[Dialogue, Rules]]) -> None:
+        self.engine.join(sum(rules.agents is None for _, rules in submitted))
+        for dialogue, rules in submitted:
+            # all at once: a batch whose trajectories were on both sides of the gate would never begin
+            running = self._running[id(dialogue)] = _Running(
+                dialogue, is_past_gate=self._gate.is_set(), is_announced=rules.agents is None
+            )
+            running.task = asyncio.create_task(self._write(running, rules))
+
+    async def _copies(self, dialogues: list[Dialogue]) -> list[Dialogue]:
+        return [dialogue.copy() for dialogue in dialogues]
+
+    async def _cancel(self, dialogues: list[Dialogue]) -> None:
+        tasks = [self._running[id(dialogue)].task for dialogue in dialogues if id(dialogue) in self._running]
+        for task in tasks:
+            assert task is not None
+            task.cancel()
+        await asyncio.gather(*filter(None, tasks), return_exceptions=True)
+        dropped = set(map(id, dialogues))
+        self._forget_ended(lambda ended: id(ended.dialogue) in dropped and not isinstance(ended.error, EngineLost))
+
+    def _end(self, dialogue: Dialogue, error: BaseException | None = None) -> None:
+        with self._has_ended:
+            self._ended.append(_Ended(dialogue, error))
+            self._has_ended.notify_all()
+
+    def _forget_ended(self, is_forgotten: Callable[[_Ended], bool]) -> None:
+        with self._has_ended:
+            self._ended = deque(ended for ended in self._ended if not is_forgotten(ended))
+
+    async def _pause(self) -> None:
+        self._gate.clear()
+        if self.interruptible:
+            for running in self._running.values():
+                for turn in running.turns:
+                    turn.cancel()
+        async with self._idle:
+            await self._idle.wait_for(self._is_idle)
+
+    def _is_idle(self) -> bool:
+        running = self._running.values()
+        return all(not one.turns if self.interruptible else not one.is_past_gate for one in running)
+
+    async def _resume(self, version: int, engine: RolloutEngine | None) -> None:
+        self.version = version
+        if engine is not None and engine is not self.engine:
+            engine.join(sum(running.is_announced for running in self._running.values()))
+            self.engine = engine
+            self._forget_ended(lambda ended: isinstance(ended.error, EngineLost))
+        self._gate.set()
+
+    async def _write(self, running: _Running, rules: Rules) -> None:
+        """Write one trajectory to its end."""
+        dialogue = running.dialogue
+        try:
+            if not running.is_past_gate:
+                await self._gate.wait()
+                running.is_past_gate = True
+            tries = TRIES
+            while not dialogue.finish_reason:
+                try:
+                    if rules.agents is not None:
+                        await self._run_agent(running, rules, rules.agents)
+                    else:
+                        await self._take_turn(running, rules)
+                except EnvironmentFailed as error:
+                    tries -= 1
+                    if rules.on_error == "fail":
+                        raise
+                    if rules.on_error == "retry" and tries:
+                        if rules.environments is not None:
+                            rules.environments.forget(dialogue)
+                        dialogue.restart()
+                    else:
+                        dialogue.error, dialogue.finish_reason = str(error), "error"
+            self._end(dialogue)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._end(dialogue, error)
+        finally:
+            if running.is_announced:
+                self.engine.leave()
+            del self._running[id(dialogue)]
+            if rules.environments is not None:
+                rules.environments.forget(dialogue)
+            await self._tell_idle()
+
+    async def _tell_idle(self) -> None:
+        async with self._idle:
+            self._idle.notify_all()
+
+    async def _run_agent(self, running: _Running, rules: Rules, agents: Callers) -> None:
+        """Run the program of a trajectory."""
+
+        async def generate(dialogue: Dialogue, sampling: Sampling, on_tokens: Callable[[], None]) -> None:
+            await self._policy_turn(running, dialogue, sampling, is_alone=False, on_tokens=on_tokens)
+
+        recorded = rules.recorded.get(running.dialogue.request.trajectory_id, ())
+        policy = Policy(self.tokenizer, rules.sampling, generate, rules.recorder)
+        await agents.run(running.dialogue, policy, recorded)
+
+    async def _take_turn(self, running: _Running, rules: Rules) -> None:
+        """A turn of the policy, and the environment's answer to it."""
+        dialogue = running.dialogue
+        environments, sampling = rules.environments, rules.sampling
+        if environments is not None:
+            environment = await environments.of(dialogue, self.tokenizer)
+            sampling = replace(sampling, stop=(*sampling.stop, *environment.stop))
+        turn = dialogue.unanswered_turn
+        if turn is None:
+            await self._policy_turn(running, dialogue, sampling, is_alone=environments is None)
+            if dialogue.finish_reason:
+                return
+            turn = dialogue.unanswered_turn
+        assert environments is not None and turn is not None
+        observation = await environments.step(dialogue, response_text(turn, self.tokenizer))
+        dialogue.turn_rewards.append(float(observation.reward))
+        dialogue.tool_error = dialogue.tool_error or observation.error
+        if observation.content is None:
+            dialogue.finish_reason = "stop"
+            return
+        ids = content_ids(observation.content, turn[-1], self.tokenizer)
+        if dialogue.answered == rules.max_turns:
+            dialogue.finish_reason = "turns"
+        elif len(dialogue.ids) + len(ids) >= limit_of(dialogue.request, sampling):
+            dialogue.finish_reason = "length"
+        else:
+            dialogue.heard(ids)
+
+    async def _policy_turn(
+        self,
+        running: _Running,
+        dialogue: Dialogue,
+        sampling: Sampling,
+        *,
+        is_alone: bool,
+        on_tokens: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Generate the rest of the policy's turn.
+
+        Args:
+            running: the trajectory.
+            dialogue: the trajectory, or a conversation of its agent.
+            sampling: how to sample tokens.
+            is_alone: whether nobody answers the turn. Its last chunk then ends the trajectory, too, so that a copy
+                never has the one without the other.
+            on_tokens: called whenever there are new tokens.
+        """
+
+        async def generate(engine: RolloutEngine, request: Request) -> None:
+            interrupted_at = len(dialogue.ids)
+            async with aclosing(engine.stream(request, sampling)) as chunks:
+                async for chunk in chunks:
+                    if dialogue.turn_starts[-1] < interrupted_at:
+                        chunk = self._cut(dialogue, interrupted_at, chunk, sampling.stop)
+                    if not all(map(math.isfinite, chunk.log_probs)):
+                        raise NotFinite(
+                            "the model gave log-probs that are not finite while generating: nothing is committed"
+                        )
+                    dialogue.wrote(chunk, self.version)
+                    on_tokens()
+                    if chunk.finish_reason is not None:
+                        if is_alone or chunk.finish_reason == "length":
+                            dialogue.finish_reason = chunk.finish_reason
+                        return
+
+        while dialogue.unanswered_turn is None:
+            if self.interruptible or not running.is_past_gate:
+                await self._gate.wait()
+                running.is_past_gate = True
+            engine = self.engine
+            turn = asyncio.create_task(generate(engine, dialogue.next_request(sampling)))
+            running.turns.add(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                trajectory = asyncio.current_task()
+                if trajectory is not None and trajectory.cancelling():  # not only its request, by `pause`
+                    turn.cancel()
+                    raise
+            except EngineLost as error:
+                if engine is self.engine and self._gate.is_set():  # the first to notice
+                    self._gate.clear()
+                    self._end(running.dialogue, error)
+                running.is_past_gate = False  # it waits for an engine: new weights do not wait
+            finally:
+                running.turns.discard(turn)
+                await self._tell_idle()
+
+    def _cut(self, dialogue: Dialogue, interrupted_at: int, chunk: Chunk, stop: tuple[str, ...]) -> Chunk:
+        """End a chunk at a stop text that begins before an interruption, which the engine cannot see."""
+        longest = max(map(len, stop), default=0)
+        if not longest or len(dialogue.ids) - interrupted_at >= TOKENS_PER_CHARACTER * longest:
+            return chunk
+        first = max(dialogue.turn_starts[-1], interrupted_at - TOKENS_PER_CHARACTER * longest)
+        written = dialogue.ids[first:]
+        for count in range(1, len(chunk.response_ids) + 1):
+            text = str(self.tokenizer.decode([*written, *chunk.response_ids[:count]]))
+            if any(ending in text for ending in stop):
+                return Chunk(chunk.response_ids[:count], chunk.log_probs[:count], "stop")
+        return chunk

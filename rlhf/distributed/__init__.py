@@ -1,0 +1,1 @@
+"""Processes and devices that compute a model together."""

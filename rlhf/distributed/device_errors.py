@@ -1,0 +1,30 @@
+"""What an error of PyTorch says about the GPU and the connection to other ranks.
+
+Functions import torch when they are called, so that this module is cheap to import.
+"""
+
+from __future__ import annotations
+
+from ratchet.rlhf.errors import RatchetError, in_one_line
+
+
+def out_of_memory(error: BaseException) -> RatchetError | None:
+    """Return the error for a user if GPU memory ran out, else None."""
+    import torch
+
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    asked = in_one_line(error).split(". ")[0]
+    return RatchetError(f"{asked}: lower micro_batch_tokens, set gradient_checkpointing, or use more GPUs")
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether a GPU or a collective operation failed, so that only new processes can go on.
+
+    gloo raises plain `RuntimeError`s, which name its source files.
+    """
+    import torch
+    import torch.distributed as dist
+
+    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return is_gloo or isinstance(error, dist.DistError | torch.AcceleratorError)

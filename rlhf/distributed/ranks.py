@@ -1,0 +1,147 @@
+"""The processes that compute a model together: each has a rank, and all make the same calls (SPMD).
+
+A single process is a group of one, which needs no setup and no communication. Functions import torch when they are
+called, so that this module is cheap to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from ratchet.rlhf.distributed.rendezvous import Meeting
+
+
+def rank() -> int:
+    """Return this process's rank, from 0."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def count() -> int:
+    """Return the number of ranks."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def join(rank: int, count: int, meeting: Meeting | str, timeout_s: float = 1800.0) -> None:
+    """Join a group of ranks; blocks until all have joined.
+
+    Args:
+        rank: this process's rank, from 0.
+        count: number of ranks.
+        meeting: the meeting that rank 0 has opened, which it passes itself; for the other ranks, its URL. Or
+            ``file://path`` for all.
+        timeout_s: a collective operation fails if another rank does not take part for so long, in seconds.
+    """
+    import torch.distributed as dist
+
+    from ratchet.rlhf.distributed.rendezvous import connected
+
+    timeout = timedelta(seconds=timeout_s)
+    if isinstance(meeting, str) and meeting.startswith("file:"):
+        dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=meeting, timeout=timeout)
+        return
+    store = connected(meeting, timeout) if isinstance(meeting, str) else meeting.store
+    store.set_timeout(timeout)
+    dist.init_process_group(_backend(), store=store, rank=rank, world_size=count, timeout=timeout)
+
+
+def initialized() -> None:
+    """Ensure that a process group exists, for engines that need one even with a single process."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(_backend(), rank=0, world_size=1, store=store)
+
+
+def group(members: Iterable[int], purpose: str) -> ProcessGroup:
+    """Return the process group of some ranks, of which this rank is one; it is created once.
+
+    Only its members create it, so the number of groups that a rank creates does not grow with the number of ranks. A
+    rank that is in several groups must ask for them in the same order as the other members.
+
+    Args:
+        members: the ranks.
+        purpose: name of what communicates in it. Another purpose has another group of the same ranks, whose calls do
+            not wait for those of this one.
+
+    Returns:
+        The group.
+    """
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    return _group(dist.group.WORLD, tuple(members), purpose)
+
+
+@cache
+def _group(world: ProcessGroup, members: tuple[int, ...], purpose: str) -> ProcessGroup:
+    import torch.distributed as dist
+
+    created = dist.new_group(list(members), use_local_synchronization=True, group_desc=purpose)
+    assert isinstance(created, dist.ProcessGroup)
+    return created
+
+
+def _backend() -> str:
+    import torch
+
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def device() -> torch.device:
+    """Return the device of this rank: the current GPU, or the CPU if there is none."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over the ranks, in place; returns the same tensor."""
+    import torch.distributed as dist
+
+    if count() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def largest(number: int) -> int:
+    """Return the largest value of `number` over the ranks."""
+    return int(max(gathered(number)))
+
+
+def gathered(value: Any) -> list[Any]:
+    """Collect a picklable value from every rank; returns the values in order of rank."""
+    import torch.distributed as dist
+
+    if count() == 1:
+        return [value]
+    values: list[Any] = [None] * count()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a batch that a rank computes; ranks that compute it together have the same."""
+
+    number: int
+    """Number of the part, from 0."""
+    shares: int
+    """Number of parts."""
+
+    @classmethod
+    def of(cls, sharing: int) -> Share:
+        """Return this rank's part if so many adjacent ranks have the same."""
+        return cls(rank() // sharing, count() // sharing)

@@ -1,0 +1,112 @@
+"""`model.kernels`: what computes a model's layers: PyTorch's kernels, compiled ones, or Liger's.
+
+`compile` fuses norms, rotary embeddings, activations and log-probs by `torch.compile`. `liger` replaces them by Liger's
+Triton kernels (arXiv 2410.10989).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Literal
+
+from ratchet.rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+LIGER = (0, 8, 2)
+"""The first release of liger-kernel whose linear cross-entropy gives each token its own gradient."""
+Kernels = Literal["torch", "compile", "liger"]
+
+
+def check_liger(model_type: str) -> None:
+    """Refuse an architecture, by transformers' name of it, for which Liger has no kernels, or is not installed."""
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise UserError(
+            f'model.kernels is liger: pip install "ratchet-rlhf[liger]" on a machine with GPUs ({error})'
+        ) from None
+    release = importlib.metadata.version("liger-kernel")
+    if tuple(int(part) for part in release.split(".")[:3]) < LIGER:
+        raise UserError(f"model.kernels is liger, and liger-kernel {release} has wrong gradients: upgrade it to 0.8.2")
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(f"model.kernels is liger, which has no kernels for {model_type}: set it to torch or compile")
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each layer, in place, at its first forward pass; layers of one kind are compiled together.
+
+    Hooks of a layer, such as those that gather its weights, stay outside.
+
+    Args:
+        model: the model.
+    """
+    import torch
+
+    # layers share programs, of which each model and layout of micro-batches needs a few, with gradients and without
+    torch._dynamo.config.recompile_limit = 64
+    for layer in layers(model):
+        layer.forward = torch.compile(layer.forward)
+
+
+def as_written(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Run layers without their compiled forms; for generation, where each step would need another one."""
+    import torch
+
+    if not any(hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in layers(model)):
+        return nullcontext()
+    eager: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return eager
+
+
+def layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers of a model, by its own statement of what is not to be split."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Replace norms, rotary embeddings and activations by Liger's kernels, in place.
+
+    Rotary embeddings are replaced for all models of this architecture in the process.
+
+    Args:
+        model: the model.
+
+    Raises:
+        UserError: Liger has no kernels for the architecture.
+    """
+    check_liger(model.config.model_type)
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    architecture = sys.modules[type(model).__module__]
+    classes = {name: value for name, value in vars(architecture).items() if isinstance(value, type)}
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+    for name, value in classes.items():  # Liger also replaces the classes, for models that are built later
+        setattr(architecture, name, value)
+
+
+def liger_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Compute log-probs from hidden states, in pieces, by Liger's linear cross-entropy.
+
+    Args:
+        hidden: shape (tokens, hidden).
+        weight: matrix of the head, shape (vocab, hidden).
+        targets: token ids, shape (tokens,).
+
+    Returns:
+        Log-probs in nats, float32, shape (tokens,).
+    """
+    import torch
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    # gradients of pieces are summed in float32
+    loss: Tensor = liger_fused_linear_cross_entropy(
+        hidden, weight, targets, reduction="none", accum_dtype=torch.float32
+    )
+    return -loss.float()

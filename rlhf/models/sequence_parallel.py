@@ -1,0 +1,187 @@
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): each process of a team has a share of the positions of a sequence.
+
+All layers except attention process positions independently. For attention, the processes exchange shares of positions
+for shares of heads, and back. Every member computes the loss from the whole outputs, but sends gradients only through
+its own positions; engines sum them over all processes, which gives the gradients of whole sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.prefix_sharing import attention_kinds
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from transformers import PreTrainedModel
+
+    from ratchet.rlhf.models.segments import Segments
+
+NAME = "ratchet_sequence_parallel"
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes that split each sequence."""
+
+    size: int
+    index: int
+    """Number of this process in the team, from 0."""
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, size: int) -> Team:
+        """Return this process's team, if `size` adjacent ranks are one; all processes must call this."""
+        assert ranks.count() % size == 0
+        index = ranks.rank() % size
+        first = ranks.rank() - index
+        return cls(size, index, ranks.group(range(first, first + size), "sequence_parallel"))
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Refuse a model with the wrong number of heads, or layers without full attention."""
+        config = model.config.get_text_config()
+        if config.num_attention_heads % self.size:
+            raise UserError(
+                f"sequence_parallel is {self.size}, which does not divide the model's {config.num_attention_heads} "
+                "attention heads"
+            )
+        kinds = attention_kinds(model.config)
+        if kinds != {"full_attention"}:
+            raise UserError(f"sequence_parallel needs full attention in every layer, but the model has {sorted(kinds)}")
+
+    def adopt(self, model: PreTrainedModel) -> None:
+        """Make the attention of a model that `check` accepts exchange shares between the members, in place."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, _attention)
+        model.set_attn_implementation(NAME)
+
+    def share(self, whole: Int[Tensor, "sequences time"]) -> Int[Tensor, "sequences share"]:
+        """Return this process's positions, shape (sequences, time / size), of a tensor of shape (sequences, time)."""
+        return whole[:, self.index * self._width(whole) : (self.index + 1) * self._width(whole)]
+
+    def padded(self, input_ids: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Pad sequences on the right to a multiple of `size`.
+
+        Args:
+            input_ids: shape (sequences, time).
+            position_ids: same shape; None: counted from the left.
+
+        Returns:
+            Padded token ids and position ids.
+        """
+        missing = -input_ids.shape[1] % self.size
+        ids = torch.nn.functional.pad(input_ids, (0, missing))
+        if position_ids is None:
+            return ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return ids, torch.nn.functional.pad(position_ids, (0, missing))
+
+    def mine(self, at: Int[Tensor, " tokens"], time: int) -> tuple[Bool[Tensor, " tokens"], Int[Tensor, " mine"]]:
+        """Locate indices in this process's share.
+
+        Args:
+            at: indices in the flattened whole input, shape (tokens,).
+            time: length of the padded sequences.
+
+        Returns:
+            Whether each index is in this process's share, shape (tokens,), and the indices in the flattened share of
+            those that are.
+        """
+        width = time // self.size
+        sequence, position = at // time, at % time
+        is_mine = position // width == self.index
+        return is_mine, (sequence * width + position % width)[is_mine]
+
+    def whole(self, values: Float[Tensor, " mine"], is_mine: Bool[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+        """Combine the values of all members; gradients flow only to this process's values.
+
+        Args:
+            values: this process's values, shape (own tokens,).
+            is_mine: which tokens these are, shape (tokens,).
+
+        Returns:
+            The values of all tokens, shape (tokens,).
+        """
+        return self.summed(values.new_zeros(is_mine.shape).masked_scatter(is_mine, values))
+
+    def summed(self, local: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Sum a tensor over the members; gradients flow only to this process's share."""
+        total = local.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return local + (total - local.detach())
+
+    def _width(self, whole: Tensor) -> int:
+        return whole.shape[1] // self.size
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends slice i of the first dimension to member i and receives one slice from each; it is its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, slices: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        slices = slices.contiguous()
+        received = torch.empty_like(slices)
+        dist.all_to_all_single(received, slices, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        received: Tensor = _Exchange.apply(gradients[0], ctx.group)  # type: ignore[no-untyped-call]
+        return received, None
+
+
+def _by_heads(shares: Tensor, team: Team) -> Tensor:
+    """[sequences, heads, share, dim] -> [sequences, heads / team, time, dim]"""
+    sequences, heads, width, dim = shares.shape
+    slices = shares.view(sequences, team.size, heads // team.size, width, dim).transpose(0, 1)
+    received: Tensor = _Exchange.apply(slices, team.group)  # type: ignore[no-untyped-call]
+    return received.permute(1, 2, 0, 3, 4).reshape(sequences, heads // team.size, team.size * width, dim)
+
+
+def _by_positions(shares: Tensor, team: Team) -> Tensor:
+    """[sequences, heads / team, time, dim] -> [sequences, heads, share, dim]"""
+    sequences, heads, time, dim = shares.shape
+    slices = shares.view(sequences, heads, team.size, time // team.size, dim).permute(2, 0, 1, 3, 4)
+    received: Tensor = _Exchange.apply(slices, team.group)  # type: ignore[no-untyped-call]
+    return received.transpose(0, 1).reshape(sequences, heads * team.size, time // team.size, dim)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    team: Team,
+    segments: Segments | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if softcap is not None or s_aux is not None:
+        raise UserError("sequence_parallel does not support this model's attention: leave it out")
+    groups = query.shape[1] // key.shape[1]
+    if key.shape[1] % team.size:  # key heads cannot be split evenly, so repeat them for each query head
+        key, value = (shares.repeat_interleave(groups, dim=1) for shares in (key, value))
+        groups = 1
+    query, key, value = (_by_heads(shares, team) for shares in (query, key, value))
+    if segments is not None:
+        real = (heads[0, :, : segments.tokens].transpose(0, 1) for heads in (query, key, value))
+        packed = segments.attend(*real, scaling).transpose(0, 1)[None]
+        attended = torch.nn.functional.pad(packed, (0, 0, 0, query.shape[2] - segments.tokens))
+        return _by_positions(attended, team).transpose(1, 2), None
+    if groups > 1:
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+    attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return _by_positions(attended, team).transpose(1, 2), None

@@ -1,0 +1,348 @@
+"""Outputs of a model at selected tokens: log-probs and entropy, values, or scores.
+
+Logits are computed only for these tokens, in pieces, so that the whole tensor (tokens x vocabulary) is never in memory;
+if gradients are needed, they are recomputed in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import prefix_sharing
+from ratchet.rlhf.models.kernels import Kernels, apply_liger, compile_layers, liger_log_probs
+from ratchet.rlhf.models.prefix_sharing import agree
+from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
+from ratchet.rlhf.models.router_loss import RouterLoss
+from ratchet.rlhf.models.sequence_parallel import Team
+from ratchet.rlhf.models.truncated import truncated
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ratchet.rlhf.models.prefix_sharing import SharedPrompts
+    from ratchet.rlhf.models.segments import Segments
+
+Head = Literal["policy", "value", "reward"]
+LOGITS_BYTES = 2**28
+"""Maximum size of a piece of float32 logits."""
+
+
+@dataclass(frozen=True)
+class VocabularyShare:
+    """This process's part of the head, of a team that splits it by tokens of the vocabulary."""
+
+    group: dist.ProcessGroup
+    first: int
+    """The first token of the part; its size is that of the logits."""
+    members: int
+    """Number of processes in the team."""
+
+
+class TokenOutputs(torch.nn.Module):
+    """The module that an engine shards and calls; the parameters of the model inside keep their names."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: Head,
+        *,
+        team: Team | None = None,
+        packing: bool = False,
+        share_prompts: bool = False,
+        varlen: bool = False,
+    ) -> None:
+        """Wrap a model and check that it computes correct results.
+
+        Args:
+            model: the model; it may be on the meta device. The check computes with a small one of its architecture.
+            head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
+            team: the processes that split each sequence; None: sequences are not split.
+            packing: whether sequences are packed.
+            share_prompts: whether responses share their prompts, if the model supports it.
+            varlen: whether there is a kernel for `Segments`.
+
+        Raises:
+            UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
+        """
+        super().__init__()
+        if team is not None:
+            team.check(model)
+        attention = model.config._attn_implementation
+        # these work on any device, and in float32
+        is_plain = attention in ("sdpa", "eager", prefix_sharing.NAME)
+        tried = truncated(model, attention=attention if is_plain else "sdpa", teams_of=1 if team is None else team.size)
+        self.model = tried.to(ranks.device())
+        self.head = head
+        self.team = team
+        self.router_loss = RouterLoss.of(model) if head == "policy" else None
+        """The auxiliary loss of a mixture of experts; None if the model has none or its config does not ask for it."""
+        self.in_step = False
+        """Whether all ranks must call the head equally often, because each call gathers its weights."""
+        self.kernels: Kernels = "torch"
+        """What computes the layers and the log-probs."""
+        self.vocabulary: VocabularyShare | None = None
+        """The part of the head that this process has; None: it has the whole head."""
+        asked = share_prompts or varlen or packing
+        is_adopted = asked and team is None and is_plain and prefix_sharing.adopt(tried)
+        self.shares_prompts = share_prompts and is_adopted
+        """Whether the model computes a row of shared prompts."""
+        self.varlen = varlen and is_adopted
+        """Whether shared prompts are always described by `Segments`, and packing is as fast as padding."""
+        self.takes_segments = is_adopted or team is not None
+        """Whether a row of several sequences is computed as `Segments`; otherwise as its positions say."""
+        self._check(packing)
+        self.model = model
+        if is_adopted or team is not None:
+            model.set_attn_implementation(tried.config._attn_implementation)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "sequences time"],
+        position_ids: Int[Tensor, "sequences time"] | None,
+        at: Int[Tensor, " tokens"],
+        targets: Int[Tensor, " tokens"],
+        temperature: float,
+        outputs: tuple[str, ...],
+        shared: SharedPrompts | Segments | None = None,
+        copies: Int[Tensor, "sequences time"] | None = None,
+    ) -> dict[str, Tensor]:
+        """Compute outputs at selected positions.
+
+        Args:
+            input_ids: token ids, shape (sequences, time).
+            position_ids: same shape; None: counted from the left.
+            at: indices in the flattened `input_ids` of the positions that predict the targets, shape (tokens,).
+            targets: the tokens to predict, shape (tokens,).
+            temperature: divisor of the logits.
+            outputs: names of the outputs; only `entropy` is optional.
+            shared: how the tokens of a row of several sequences attend to each other; None: each row is a sequence.
+            copies: number of sequences that each token is part of, shape (sequences, time); None: the router's
+                auxiliary loss is not computed.
+
+        Returns:
+            Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats, `values`, or `scores`; and the
+            scalar `router_aux_loss` if `copies` is given.
+        """
+        if self.team is None:
+            attend_to = {} if shared is None or not self.takes_segments else prefix_sharing.inputs(shared)
+            return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, copies, **attend_to)
+        team = self.team
+        before = input_ids.shape[1]
+        input_ids, positions = team.padded(input_ids, position_ids)
+        time = input_ids.shape[1]
+        is_local, local_at = team.mine(at // before * time + at % before, time)
+        attend: dict[str, Any] = {"team": team, "segments": shared}
+        if copies is not None:
+            copies = team.share(torch.nn.functional.pad(copies, (0, time - before)))
+        local = self._of_tokens(
+            team.share(input_ids),
+            team.share(positions),
+            local_at,
+            targets[is_local],
+            temperature,
+            outputs,
+            copies,
+            **attend,
+        )
+        router = {ROUTER_LOSS: local.pop(ROUTER_LOSS)} if copies is not None else {}
+        return {name: team.whole(values, is_local) for name, values in local.items()} | router
+
+    def _of_tokens(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        at: Tensor,
+        targets: Tensor,
+        temperature: float,
+        outputs: tuple[str, ...],
+        copies: Tensor | None,
+        **attend: Any,
+    ) -> dict[str, Tensor]:
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, **attend}
+        if self.head == "value":
+            values = self.model(**inputs, use_cache=False).logits
+            return {"values": values.flatten().index_select(0, at).float()}
+        if self.router_loss is not None:
+            inputs["output_router_logits"] = copies is not None
+        computed = self.model.base_model(**inputs, use_cache=False)
+        hidden = computed.last_hidden_state.flatten(0, 1).index_select(0, at)
+        if self.head == "reward":
+            return {"scores": self.model.score(hidden)[:, 0].float()}
+        policy = self._of_policy(hidden, targets, temperature, outputs)
+        if self.router_loss is None or copies is None:
+            return policy
+        summed = (lambda local: local) if self.team is None else self.team.summed
+        return policy | {ROUTER_LOSS: self.router_loss(computed.router_logits, copies.flatten(), summed)}
+
+    def _of_policy(
+        self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        if self.kernels == "liger" and "entropy" not in outputs and temperature == 1.0 and self._has_plain_head():
+            return {"log_probs": liger_log_probs(hidden, self.model.get_output_embeddings().weight, targets)}
+        members = 1 if self.vocabulary is None else self.vocabulary.members
+        size = max(1, LOGITS_BYTES * members // (4 * self.model.config.get_text_config().vocab_size))
+        count = -(-len(targets) // size)
+        if self.in_step:
+            count = ranks.largest(count)
+        if count <= 1:
+            return self._piece(hidden, targets, temperature, outputs)
+        pieces = [
+            checkpoint(self._piece, *piece, temperature, outputs, use_reentrant=False)
+            for piece in zip(torch.tensor_split(hidden, count), torch.tensor_split(targets, count), strict=True)
+        ]
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+    def _piece(
+        self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        compute = (
+            compiled_log_probs() if self.kernels == "compile" and self.vocabulary is None else log_probs_and_entropy
+        )
+        log_probs, entropy = compute(
+            self._logits(hidden), targets, temperature, entropy="entropy" in outputs, share=self.vocabulary
+        )
+        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+
+    def _has_plain_head(self) -> bool:
+        """Whether this process has the whole head, which is a matrix and nothing else."""
+        head, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
+        changes = [getattr(config, key, None) for key in ("final_logit_softcapping", "logits_scaling", "logit_scale")]
+        is_whole = self.vocabulary is None and not self.in_step
+        return is_whole and type(head) is torch.nn.Linear and head.bias is None and changes == [None] * 3
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        config = self.model.config.get_text_config()
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (factor := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * factor
+        return logits
+
+    def use(self, kernels: Kernels) -> None:
+        """Replace kernels of the model, in place.
+
+        Args:
+            kernels: see `ratchet.rlhf.models.kernels`.
+
+        Raises:
+            UserError: `liger` does not support the model.
+        """
+        self.kernels = kernels
+        if kernels == "compile":
+            compile_layers(self.model)
+        elif kernels == "liger":
+            apply_liger(self.model)
+
+    @torch.no_grad()
+    def _check(self, packing: bool) -> None:
+        """Check on a few tokens that this architecture computes what the engine assumes."""
+        name = type(self.model).__name__
+        ids = torch.arange(4 * (self.team.size if self.team is not None else 1), device=self.model.device)[None]
+        alone = self._hidden(ids)
+        if self.head == "policy" and not agree(self._logits(alone), self.model(input_ids=ids, use_cache=False).logits):
+            raise UserError(
+                f"{name} changes the logits of its head in an unsupported way, so its log-probs would be wrong: "
+                "choose a model of another architecture"
+            )
+        if self.head == "reward" and not hasattr(self.model, "score"):
+            raise UserError(f"{name} does not score a conversation by its last token: choose a decoder")
+        if packing:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            twice = self._hidden(ids.repeat(1, 2), position_ids=positions.repeat(1, 2))
+            if not agree(twice[:, ids.shape[1] :], alone):
+                raise UserError(f"{name} does not tell packed sequences apart: leave packing out")
+        if self.team is not None:
+            self.team.adopt(self.model)
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            share = [self.team.share(tensor) for tensor in (ids, positions)]
+            hidden = self._hidden(share[0], position_ids=share[1], team=self.team, segments=None)
+            if ranks.largest(int(not agree(hidden, self.team.share(alone)))):
+                raise UserError(f"{name} does not attend over shares of a sequence: leave sequence_parallel out")
+
+    def _hidden(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        return self.model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state  # type: ignore[no-any-return]
+
+
+def log_probs_and_entropy(
+    logits: Float[Tensor, "*tokens vocab"],
+    targets: Int[Tensor, "*tokens"],
+    temperature: float,
+    *,
+    entropy: bool,
+    share: VocabularyShare | None = None,
+) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"] | None]:
+    r"""Compute :math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` in float32.
+
+    z are the temperature-scaled logits; lse is the log of the sum of exponentials.
+
+    Args:
+        logits: shape (*tokens, vocab); with `share`, those of this process's part of the vocabulary.
+        targets: token ids y, shape (*tokens).
+        temperature: divisor of the logits.
+        entropy: whether to compute the entropy.
+        share: this process's part of the vocabulary; None: all of it. With a part, all members of the team must make
+            the same call, and compute the same loss from what it returns.
+
+    Returns:
+        Log-probs and entropy (or None) in nats, float32, shape (*tokens).
+    """
+    scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
+    if share is not None:
+        return _of_share(scaled, targets, share, entropy=entropy)
+    normalizer = scaled.logsumexp(-1)
+    log_probs = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
+    if not entropy:
+        return log_probs, None
+    return log_probs, normalizer - ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).sum(-1)
+
+
+def _of_share(
+    scaled: Tensor, targets: Tensor, share: VocabularyShare, *, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute log-probs and entropy of scaled logits of which each member of a team has a part."""
+    largest = scaled.detach().amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=share.group)
+    exponentials = (scaled - largest.unsqueeze(-1)).exp()
+    local = targets - share.first
+    is_mine = (local >= 0) & (local < scaled.shape[-1])
+    of_targets = scaled.gather(-1, torch.where(is_mine, local, 0).unsqueeze(-1)).squeeze(-1)
+    terms = [exponentials.sum(-1), torch.where(is_mine, of_targets, 0.0)]
+    if entropy:
+        terms.append((exponentials * scaled).sum(-1))
+    total, of_targets, *weighted = _SumOverTeam.apply(torch.stack(terms), share.group).unbind()  # type: ignore[no-untyped-call]
+    normalizer = largest + total.log()
+    return of_targets - normalizer, normalizer - weighted[0] / total if entropy else None
+
+
+@cache
+def compiled_log_probs() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return `log_probs_and_entropy`, which is compiled at its first call."""
+    return torch.compile(log_probs_and_entropy)
+
+
+class _SumOverTeam(torch.autograd.Function):
+    """Sums over a team whose members all compute the same loss, so that each has the sum's whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = terms.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

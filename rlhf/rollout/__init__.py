@@ -1,0 +1,1 @@
+"""Rollout engines: models that generate."""

@@ -1,0 +1,116 @@
+"""Builds rollout engines from the config; the packages that an engine needs are imported when it is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratchet.rlhf.distributed import ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ratchet.rlhf.config import RunConfig
+    from ratchet.rlhf.rollout.engine import RolloutEngine
+    from ratchet.rlhf.rollout.rollout_team import RolloutTeam
+    from ratchet.rlhf.rollout.server_engine import ServerRollout
+    from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
+
+
+def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: RolloutTeam) -> RolloutEngine:
+    """Build the rollout engine that `rollout.engine` names.
+
+    Args:
+        config: the run's config.
+        actor: model whose tensors the engine `hf` uses; None: it loads the model itself.
+        team: the rollout team of this rank.
+
+    Returns:
+        The rollout engine, or what stands for it on a rank that lends its devices to another rank's engine.
+    """
+    from ratchet.rlhf.models import eos_token_ids, load_actor, load_tokenizer
+    from ratchet.rlhf.rollout.rollout_team import LentDevices
+
+    if not team.leads:
+        return LentDevices()
+    tokenizer = load_tokenizer(config.model)
+    if config.rollout.engine == "vllm":
+        return vllm_rollout(config, tokenizer, team.devices)
+    if config.rollout.engine == "server":
+        return server_rollout(config, tokenizer)
+    from ratchet.rlhf.rollout.hf_engine import HFRollout
+
+    model = (
+        actor if actor is not None else load_actor(config.model, config.run.seed, trainable=False).to(ranks.device())
+    )
+    eos = eos_token_ids(model.generation_config, tokenizer)
+    return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype, tokenizer=tokenizer)
+
+
+def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices: tuple[str, ...] = ()) -> VLLMRollout:
+    """Build the vLLM rollout engine.
+
+    On the CPU `VLLM_CPU_KVCACHE_SPACE` sets the size of vLLM's cache, and `gpu_memory_utilization` is kept low so that
+    vLLM does not claim most of the memory.
+
+    Args:
+        config: the run's config.
+        tokenizer: gives the end-of-sequence tokens.
+        devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
+
+    Returns:
+        The rollout engine; its first call starts vLLM.
+    """
+    import torch
+
+    from ratchet.rlhf.models import eos_token_ids, generation_config, lora, model_folder
+    from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
+
+    rollout, model, vllm = config.rollout, config.model, config.rollout.vllm
+    on_gpu = torch.cuda.is_available()
+    return VLLMRollout(
+        model_folder(model).resolve(),
+        eos_token_ids=eos_token_ids(generation_config(model), tokenizer),
+        dtype=model.dtype,
+        max_model_len=vllm.max_model_len or config.data.max_prompt_tokens + rollout.max_response_tokens,
+        logprobs_mode="raw_logprobs" if rollout.truncated_by else "processed_logprobs",
+        timeout_s=vllm.timeout_s,
+        on_gpu=on_gpu,
+        deterministic=config.run.deterministic,
+        lora_rank=None if model.lora is None else lora.served_rank(model.lora.r),
+        cpu_cache_gib=vllm.cpu_cache_gib,
+        tensor_parallel=vllm.tensor_parallel,
+        devices=devices,
+        gpu_memory_utilization=vllm.gpu_memory_utilization if on_gpu else 0.1,
+        enforce_eager=vllm.enforce_eager or not on_gpu,
+        enable_prefix_caching=vllm.prefix_caching,
+        quantization=rollout.quantization,
+        enable_sleep_mode=config.actor.offload_when_idle and on_gpu,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def server_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ServerRollout:
+    """Build the rollout engine that uses running servers.
+
+    Args:
+        config: the run's config.
+        tokenizer: gives the end-of-sequence tokens, and the text of prompts for `tgi`.
+
+    Returns:
+        The rollout engine.
+    """
+    from ratchet.rlhf.models import eos_token_ids, generation_config, model_folder
+    from ratchet.rlhf.rollout.server_engine import ServerRollout
+
+    server, model = config.rollout.server, config.model
+    return ServerRollout(
+        server.urls,
+        api=server.api,
+        eos_token_ids=eos_token_ids(generation_config(model), tokenizer),
+        timeout_s=server.timeout_s,
+        weights_folder=None if server.weights_folder is None else Path(server.weights_folder),
+        dtype=model.dtype,
+        model_folder=model_folder(model),
+        tokenizer=tokenizer,
+    )

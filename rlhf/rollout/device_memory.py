@@ -1,0 +1,173 @@
+"""Whether vLLM fits on a GPU beside the models that stay there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from ratchet.rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from ratchet.rlhf.config import ModelConfig, RunConfig, TrainerConfig
+
+GIB = 2**30
+ROOM_S = 30.0
+"""Seconds that a killed process of another worker or run gets to return its memory."""
+
+
+def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, idle: bool = False) -> dict[str, float]:
+    """Estimate what stays on each GPU while the rollout generates, without anything that depends on the batch.
+
+    Args:
+        config: the run's config.
+        parameters: number of parameters of each model in the same processes, by role.
+        ranks: number of those processes.
+        idle: whether models that leave the GPU when they are idle count, too.
+
+    Returns:
+        Bytes by what they hold; empty if all of them give way.
+    """
+    held: dict[str, float] = {}
+    for role, count in parameters.items():
+        trainer = config.critic if role == "critic" and config.critic is not None else config.actor
+        if trainer.offload_when_idle and not idle:
+            continue
+        if role == "reward":
+            assert config.reward.model is not None
+            held["weights of the reward model"] = count * _width(config.reward.model)
+        elif role == "ema":
+            held["weights of the ema (host memory)"] = 4 * count
+        elif role in ("reference", "teacher"):
+            is_base = role == "reference" and config.model.lora is not None and config.reference.model is None
+            if not is_base:  # of the actor's adapters, whose tensors it uses
+                is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage == 3)
+                share = count / ranks if is_sharded else count / _split_over(trainer)
+                width = _width(config.model_of(role))
+                held[f"weights of the {role}"] = 0 if is_sharded and trainer.offload else share * width
+        else:
+            model = config.critic_model if role == "critic" else config.model
+            weights, moments = _of_trainer(trainer, model, count, ranks)
+            held |= {f"weights of the {role}": weights, f"optimizer state of the {role}": moments}
+    return {what: size for what, size in held.items() if size}
+
+
+def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> dict[str, float]:
+    """Estimate the gradients that each process holds while it trains.
+
+    Args:
+        config: the run's config.
+        parameters: number of parameters of each model in the same processes, by role.
+        ranks: number of those processes.
+
+    Returns:
+        Bytes by what they are of; without those of adapters, which are small.
+    """
+    held: dict[str, float] = {}
+    for role, trainer in config.trainers.items():
+        model = config.critic_model if role == "critic" else config.model
+        if role in parameters and model.lora is None:
+            is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage >= 2)
+            held[f"gradients of the {role}"] = 4 * parameters[role] / (ranks if is_sharded else _split_over(trainer))
+    return held
+
+
+def _of_trainer(trainer: TrainerConfig, model: ModelConfig, count: int, ranks: int) -> tuple[float, float]:
+    """Bytes of weights and of optimizer state that a rank of a trainer holds; adapters do not count."""
+    learns = 0 if model.lora is not None else count
+    moments = 4 * len(trainer.optimizer.state) * learns
+    if trainer.engine == "megatron":
+        rounded = 4 * learns if model.dtype == "bfloat16" else 0  # the optimizer's own weights
+        return _width(model) * count / _split_over(trainer), (rounded + moments) / (
+            ranks if trainer.distributed_optimizer else _split_over(trainer)
+        )
+    if trainer.engine == "torch" and model.dtype == "bfloat16":  # rounded weights, and those of the optimizer
+        return 2 * count, 4 * learns + moments
+    if trainer.engine == "torch" or (trainer.engine == "deepspeed" and trainer.zero_stage == 0):
+        return 4 * count, moments
+    if trainer.engine == "fsdp":
+        return (0, 0) if trainer.offload else (4 * count / ranks, moments / ranks)
+    model_copy = _width(model) * count / (ranks if trainer.zero_stage == 3 else 1)
+    if trainer.offload:
+        return (0 if trainer.zero_stage == 3 else model_copy), 0
+    return model_copy, (4 * learns + moments) / ranks  # its float32 weights belong to the optimizer
+
+
+def _split_over(trainer: TrainerConfig) -> int:
+    """The number of processes that Megatron splits a model over; 1 for other engines. Most of a mixture of experts is
+    experts."""
+    by_layer = trainer.expert_parallel if trainer.expert_parallel > 1 else trainer.tensor_parallel
+    return by_layer * trainer.pipeline_parallel if trainer.engine == "megatron" else 1
+
+
+def _width(model: ModelConfig) -> int:
+    return 2 if model.dtype == "bfloat16" else 4
+
+
+def check_fits(utilization: float, total: float, held: Mapping[str, float]) -> None:
+    """Check that vLLM can have the share of a GPU that it asks for.
+
+    Args:
+        utilization: `rollout.vllm.gpu_memory_utilization`.
+        total: memory of the GPU in bytes.
+        held: what others hold of it, in bytes.
+
+    Raises:
+        UserError: it cannot.
+    """
+    left = total - sum(held.values())
+    if utilization * total <= left:
+        return
+    parts = " + ".join(f"{what} {size / GIB:.1f}" for what, size in held.items())
+    largest = math.floor(100 * left / total) / 100
+    lower = f"lower it to {largest:.2f}, or " if largest > 0 else ""
+    raise UserError(
+        f"rollout.vllm.gpu_memory_utilization {utilization:g} of {total / GIB:.1f} GiB is "
+        f"{utilization * total / GIB:.1f} GiB, but {parts} GiB stay on the GPU, which leaves {max(left, 0) / GIB:.1f}: "
+        f"{lower}let the models take turns (actor.offload_when_idle, critic.offload_when_idle)"
+    )
+
+
+def await_room(
+    utilization: float, free_and_total: Callable[[], tuple[int, int]], *, wait_s: float = ROOM_S, every_s: float = 0.2
+) -> None:
+    """Check that vLLM can have the share of a GPU that it asks for; wait a while for what others give back.
+
+    Args:
+        utilization: `rollout.vllm.gpu_memory_utilization`.
+        free_and_total: reads the free and the total memory of the GPU, in bytes.
+        wait_s: time limit in seconds.
+        every_s: seconds between two readings.
+
+    Raises:
+        UserError: it cannot.
+    """
+    for attempt in Retrying(
+        retry=retry_if_exception_type(UserError), stop=stop_after_delay(wait_s), wait=wait_fixed(every_s), reraise=True
+    ):
+        with attempt:
+            free, total = free_and_total()
+            check_fits(utilization, total, {"other models and processes": total - free})
+
+
+def check_config(config: RunConfig, roles: Iterable[str], total: float) -> None:
+    """Check, before anything is loaded, that vLLM fits beside the other models of its processes.
+
+    Args:
+        config: the run's config, with `rollout.engine: vllm`.
+        roles: roles of the processes that hold the rollout.
+        total: memory of a GPU in bytes.
+
+    Raises:
+        UserError: it does not.
+    """
+    from ratchet.rlhf.models import model_folder, parameter_count
+
+    models = {"actor": config.model, "critic": config.critic_model, **config.frozen_models}
+    models |= {} if config.reward.model is None else {"reward": config.reward.model}
+    counts = {role: parameter_count(model_folder(models[role])) for role in roles if role in models}
+    pool = config.pool_of("rollout")
+    ranks = 1 if pool is None else config.pools[pool].workers
+    check_fits(config.rollout.vllm.gpu_memory_utilization, total, resident(config, counts, ranks))

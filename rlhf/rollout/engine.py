@@ -1,0 +1,194 @@
+"""The protocol of rollout engines, and the plain data that they exchange."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from ratchet.rlhf import event_loop, seeding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One trajectory to generate."""
+
+    trajectory_id: str
+    prompt_ids: tuple[int, ...]
+    generated_tokens: int = 0
+    """Number of tokens at the end of `prompt_ids` that were generated earlier; the response continues after them."""
+    max_tokens: int | None = None
+    """Limit on the new tokens of this request, in addition to `Sampling.max_tokens`; None: no further limit."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are sampled; the noise of a trajectory depends only on `seed` and the trajectory's id."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; they are kept in the response."""
+    seeds: Literal["trajectory", "engine"] = "trajectory"
+    """`engine`: the engine's own noise is used, and `seed` has no effect; see `seed_of`."""
+    top_k: int = 0
+    """Draw from this many likeliest tokens; 0: from all."""
+    min_p: float = 0.0
+    """Draw from the tokens with at least this share of the likeliest one's probability (arXiv 2407.01082)."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn; at temperature 0 there is nothing to truncate."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A response: its tokens (including end-of-sequence), their log-probs, and the reason why it ended."""
+
+    response_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """Log-prob of each response token, in nats."""
+    finish_reason: str
+    """`stop` (end-of-sequence or a stop text) or `length`."""
+
+
+def joined(chunks: Sequence[Chunk]) -> Generation:
+    """Join all chunks of a response."""
+    reason = chunks[-1].finish_reason
+    assert reason is not None, "the last chunk has a finish reason"
+    return Generation(
+        response_ids=tuple(token for chunk in chunks for token in chunk.response_ids),
+        log_probs=tuple(log_prob for chunk in chunks for log_prob in chunk.log_probs),
+        finish_reason=reason,
+    )
+
+
+def limit_of(request: Request, sampling: Sampling) -> int:
+    """Compute the maximum number of new tokens for a request."""
+    return sampling.max_tokens if request.max_tokens is None else min(request.max_tokens, sampling.max_tokens)
+
+
+def seed_of(request: Request, sampling: Sampling) -> int | None:
+    """Derive the seed of a request, a non-negative int64, for engines that take a seed per request; None: the engine's
+    own noise."""
+    if sampling.seeds == "engine":
+        return None
+    place = [request.generated_tokens] if request.generated_tokens else []
+    return int(seeding.generator(sampling.seed, "generate", request.trajectory_id, *place).integers(2**63))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that an engine has generated for a request since the request's previous chunk."""
+
+    response_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """Log-prob of each token, in nats."""
+    finish_reason: str | None = None
+    """`stop` (end-of-sequence or a stop text) or `length` in the last chunk of a response; None: more chunks follow."""
+
+
+class RolloutEngine(ABC):
+    """A model that generates responses. Requests join and leave while others run."""
+
+    in_batches: ClassVar[bool] = False
+    """Whether requests are generated in fixed batches: rounding then depends on the requests of a batch, and the same
+    batch gives the same bits. Such an engine starts when every request that was announced by `join` is waiting."""
+
+    @abstractmethod
+    def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Generate a response. The same request and weights give the same response, except for rounding.
+
+        Log-probs are computed from the temperature-scaled logits, before truncation (`top_p`, `top_k`, `min_p`); at
+        temperature 0 (greedy), from the plain logits. Closing the generator cancels the request.
+
+        Args:
+            request: the trajectory to generate.
+            sampling: how to sample tokens.
+
+        Yields:
+            The response's tokens as they are generated; only the last chunk has a finish reason.
+
+        Raises:
+            EngineLost: the engine's process or server does not answer.
+        """
+
+    def join(self, count: int) -> None:  # noqa: B027  (for engines that generate in batches)
+        """Announce trajectories, each of which makes requests until its `leave`."""
+
+    def leave(self) -> None:  # noqa: B027
+        """A trajectory that was announced makes no further requests."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        """Generate responses, and wait for all of them.
+
+        Args:
+            requests: the trajectories to generate.
+            sampling: how to sample tokens.
+
+        Returns:
+            One response per request, in the same order.
+
+        Raises:
+            EngineLost: the engine's process or server does not answer.
+        """
+        return event_loop.run(self._generate_all(requests, sampling))
+
+    async def _generate_all(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+        async def whole(request: Request) -> Generation:
+            try:
+                async with aclosing(self.stream(request, sampling)) as stream:
+                    return joined([chunk async for chunk in stream])
+            finally:
+                self.leave()
+
+        self.join(len(requests))
+        return await event_loop.gather([whole(request) for request in requests])
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
+        """Replace the weights in place. No request may be running. The engine may have made room: it then takes only
+        the memory of the weights, and the rest in `place`.
+
+        Args:
+            weights: tensors of the policy, named as in a checkpoint, consumed one at a time.
+            adapter_config: PEFT's config as JSON if `weights` are those of an adapter; None: of the whole model.
+
+        Returns:
+            Bytes that were moved.
+
+        Raises:
+            EngineLost: the engine's process or server does not answer.
+        """
+
+    @abstractmethod
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """Move the weights to the device or to host memory, to make room for another model.
+
+        Args:
+            model: whether the weights stay on the device.
+            optimizer: ignored; rollout engines have no optimizer.
+        """
+
+    def discard(self) -> bool:
+        """Make room as `place` does, but lose the weights where that is cheaper than to keep them: `load_weights` must
+        follow. No request may be running.
+
+        Returns:
+            Whether the weights are lost.
+        """
+        self.place(model=False, optimizer=False)
+        return False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release processes and connections."""

@@ -1,0 +1,354 @@
+"""`rollout.engine: hf`: generation with a transformers model and a KV cache, one token at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from ratchet.rlhf import seeding
+from ratchet.rlhf.distributed import determinism
+from ratchet.rlhf.distributed.host_buffers import HostBuffers, release_memory
+from ratchet.rlhf.models import prefix_sharing
+from ratchet.rlhf.models.kernels import as_written
+from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
+from ratchet.rlhf.train.model_engine import copy_weights
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+CHUNK_STEPS = 16
+"""Steps after which a batch gives its rows their new tokens."""
+
+
+@dataclass(eq=False)
+class _Row:
+    """A request in a batch, or waiting for one."""
+
+    request: Request
+    sampling: Sampling
+    chunks: asyncio.Queue[Chunk | BaseException]
+    is_open: bool = True
+    """Whether somebody still reads the chunks."""
+
+
+class HFRollout(RolloutEngine):
+    """Generates with a model in this process, which may be the actor itself, so that weights need no copy.
+
+    All trajectories that have joined form one batch; finished rows leave it. Requests of trajectories that have not
+    joined form a batch with those that come while another batch is generated. The noise that samples a token depends
+    only on the seed, the trajectory and the position of the token, so a batch is a pure function of requests and
+    weights.
+    """
+
+    in_batches = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: tuple[int, ...],
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: the model, on its device.
+            eos_token_ids: tokens that end a response.
+            dtype: type of the computation.
+            tokenizer: only needed for stop texts.
+        """
+        from ratchet.rlhf.models import kv_cache
+
+        self.model = model
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.shares_prompts = prefix_sharing.adopt(model) and kv_cache.fits(model)
+        self.eos = torch.tensor(eos_token_ids, device=model.device)
+        self.device = model.device
+        self._buffers = HostBuffers(model.device)
+        self._joined = 0
+        self._waiting: list[_Row] = []
+        self._running = 0
+        """Batches that are being generated."""
+        # one thread, so that a batch and new weights never overlap; with the caller's number of threads for the sums
+        self._thread = ThreadPoolExecutor(1, "hf-rollout", torch.set_num_threads, (torch.get_num_threads(),))
+
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """Move the model to its device or to host memory; see `RolloutEngine.place`."""
+        if model:
+            self._buffers.give_back()
+        elif self._buffers.take((*self.model.parameters(), *self.model.buffers())):
+            release_memory(self.device)
+
+    def close(self) -> None:
+        """End the engine's thread."""
+        self._thread.shutdown()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
+        """Copy weights into the model; see `RolloutEngine.load_weights`."""
+        self._buffers.give_back()
+        return self._thread.submit(copy_weights, weights, self.model).result()
+
+    def join(self, count: int) -> None:
+        """Announce trajectories; see `RolloutEngine.join`."""
+        self._joined += count
+
+    def leave(self) -> None:
+        """Leave; the batch starts if all others are waiting. See `RolloutEngine.leave`."""
+        self._joined -= 1
+        self._start_if_complete()
+
+    async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Generate a response in a batch with all that have joined; see `RolloutEngine.stream`."""
+        row = _Row(request, sampling, asyncio.Queue())
+        self._waiting.append(row)
+        self._start_if_complete()
+        try:
+            while True:
+                chunk = await row.chunks.get()
+                if isinstance(chunk, BaseException):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            row.is_open = False  # the batch ends early if nobody waits for its rows
+            if row in self._waiting:
+                self._waiting.remove(row)
+
+    def _start_if_complete(self) -> None:
+        if self._waiting and len(self._waiting) >= self._joined and not self._running:
+            by_sampling: dict[Sampling, list[_Row]] = {}
+            for row in sorted(self._waiting, key=lambda row: row.request.trajectory_id):  # whoever came first
+                by_sampling.setdefault(row.sampling, []).append(row)
+            self._waiting = []
+            for rows in by_sampling.values():  # a batch has one way of sampling; agents choose their stop texts
+                self._running += 1
+                self._thread.submit(self._run, rows, asyncio.get_running_loop())
+
+    def _end_batch(self) -> None:
+        self._running -= 1
+        self._start_if_complete()
+
+    def _run(self, rows: list[_Row], loop: asyncio.AbstractEventLoop) -> None:
+        """Generate a batch, in the engine's thread."""
+
+        def put(row: _Row, chunk: Chunk | BaseException) -> None:
+            loop.call_soon_threadsafe(row.chunks.put_nowait, chunk)
+
+        was_training = self.model.training
+        self.model.eval()
+        last: list[tuple[_Row, Chunk | BaseException]] = []
+        """Put when the model, which may be the actor, is as it was before: the batch may be complete then."""
+        casts = self.dtype == "bfloat16" and self.model.dtype != torch.bfloat16  # an actor's weights are rounded
+        try:
+            with (
+                torch.inference_mode(),
+                torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=casts),
+                as_written(self.model),
+            ):
+                for row, chunk in self._generate(rows):
+                    for held in last:
+                        put(*held)
+                    last = [(row, chunk)]
+        except BaseException as error:
+            last = [(row, error) for row in rows]
+        finally:
+            self.model.train(was_training)
+            for held in last:
+                put(*held)
+            loop.call_soon_threadsafe(self._end_batch)
+
+    def _ends(self, response: np.ndarray, sampling: Sampling) -> bool:
+        is_eos = int(response[-1]) in self.eos.tolist()
+        return (is_eos and not sampling.ignore_eos) or self._stops(response, sampling)
+
+    def _stops(self, response: np.ndarray, sampling: Sampling) -> bool:
+        """Tell whether the end of a response contains a stop text.
+
+        Only the last tokens are decoded. A token has at least one byte, and a character at most 4, so 4 tokens per
+        character are enough.
+        """
+        if not sampling.stop:
+            return False
+        assert self.tokenizer is not None
+        tail = response[-4 * max(map(len, sampling.stop)) - 4 :].tolist()
+        text = str(self.tokenizer.decode(tail, skip_special_tokens=False))
+        return any(stop in text for stop in sampling.stop)
+
+    def _generate(self, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Chunk]]:
+        """Generate a batch; yields the rows' new tokens every `CHUNK_STEPS` steps."""
+        from transformers import DynamicCache
+
+        from ratchet.rlhf.models import kv_cache
+        from ratchet.rlhf.models.kv_cache import CachedPrompts
+
+        requests, sampling = [row.request for row in rows], rows[0].sampling
+        assert all(row.sampling == sampling for row in rows), "a batch has one way of sampling"
+        device = self.model.device
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))  # computed once, whoever shares them
+        numbers = {prompt: number for number, prompt in enumerate(prompts)}
+        prompt_of = torch.tensor([numbers[request.prompt_ids] for request in requests], device=device)
+        longest = max(map(len, prompts))
+        input_ids = torch.zeros((len(prompts), longest), dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        input_ids = input_ids.to(device)
+        padding = longest - torch.tensor([len(prompt) for prompt in prompts], device=device)
+        uniforms = torch.from_numpy(_uniforms(requests, sampling)).to(device)
+
+        out_tokens = torch.zeros((len(requests), sampling.max_tokens), dtype=torch.long, device=device)
+        out_log_probs = torch.zeros((len(requests), sampling.max_tokens), device=device)
+        limits = torch.tensor([limit_of(request, sampling) for request in requests], device=device)
+        lengths = limits.clone()
+        together = sampling.ignore_eos and not sampling.stop and int(limits.min()) == sampling.max_tokens
+        active = torch.arange(len(requests), device=device)
+        finished = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        cache = DynamicCache(config=self.model.config)
+        is_real = torch.arange(longest + sampling.max_tokens, device=device)[None, :] >= padding[:, None]
+        positions = (torch.arange(longest, device=device)[None, :] - padding[:, None]).clamp(min=0)
+        inputs: dict[str, Any] = {"attention_mask": is_real[:, :longest] if padding.any() else None}
+        cached: CachedPrompts | None = None
+        balanced = getattr(self.model.config, "output_router_logits", False)
+        no_loss = {"output_router_logits": False} if balanced else {}  # which takes other masks than a cache has
+
+        emitted = [0] * len(rows)
+        for step in range(sampling.max_tokens):
+            logits = self.model(
+                input_ids=input_ids,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **inputs,
+                **no_loss,
+            ).logits[:, -1]
+            if step == 0:  # the prompts were computed; from here on, each response has its own row
+                logits, positions = logits[prompt_of], positions[prompt_of]
+                if self.shares_prompts:
+                    visible = is_real[:, :longest] if padding.any() else None
+                    cached = CachedPrompts.of(cache, visible, prompt_of)
+                    cache = kv_cache.in_place(len(cache.layers))
+                else:
+                    cache.batch_select_indices(prompt_of)
+                    is_real = is_real[prompt_of]
+            tokens, log_probs = sample(logits, uniforms[active, step], sampling)
+            out_tokens[active, step], out_log_probs[active, step] = tokens, log_probs
+            if not together:
+                ends = self._end_now(tokens, out_tokens[active, : step + 1], sampling) | (limits[active] == step + 1)
+                ends &= ~finished[active]
+                lengths[active[ends]] = step + 1
+                finished[active[ends]] = True
+            is_last = step + 1 == sampling.max_tokens or (not together and bool(finished.all()))
+            if is_last or (step + 1) % CHUNK_STEPS == 0:
+                ended = torch.ones_like(finished) if is_last else finished
+                yield from self._chunks(rows, out_tokens, out_log_probs, lengths, ended, step + 1, emitted)
+            if is_last or not any(row.is_open for row in rows):
+                return
+            if not together:
+                running = ~finished[active]
+                if int(running.sum()) <= 0.75 * len(active):  # finished rows cost as much as others, so drop them
+                    kept = running.nonzero().squeeze(-1)
+                    cached = None if cached is None else cached.only(kept)
+                    cache.batch_select_indices(kept)
+                    active, tokens, positions = active[kept], tokens[kept], positions[kept]
+                    is_real = is_real if self.shares_prompts else is_real[kept]
+            input_ids = tokens[:, None]
+            positions = positions[:, -1:] + 1
+            if cached is not None:
+                inputs = prefix_sharing.inputs(cached)
+            elif padding.any():
+                inputs = {"attention_mask": is_real[:, : longest + step + 1]}
+
+    def _chunks(
+        self,
+        rows: Sequence[_Row],
+        tokens: Tensor,
+        log_probs: Tensor,
+        lengths: Tensor,
+        ended: Tensor,
+        steps: int,
+        emitted: list[int],
+    ) -> Iterator[tuple[_Row, Chunk]]:
+        """Yield what the rows have generated since the last time, and update `emitted`, their lengths so far."""
+        all_tokens, all_log_probs = tokens[:, :steps].cpu().numpy(), log_probs[:, :steps].cpu().numpy()
+        for number, (row, length, has_ended) in enumerate(zip(rows, lengths.tolist(), ended.tolist(), strict=True)):
+            first, last = emitted[number], min(length, steps)
+            if first == last:
+                continue  # it ended before
+            emitted[number] = last
+            reason = None
+            if has_ended:
+                reason = "stop" if self._ends(all_tokens[number, :last], row.sampling) else "length"
+            new = slice(first, last)
+            yield (
+                row,
+                Chunk(tuple(all_tokens[number, new].tolist()), tuple(all_log_probs[number, new].tolist()), reason),
+            )
+
+    def _end_now(self, tokens: Tensor, responses: Tensor, sampling: Sampling) -> Tensor:
+        ends = torch.zeros_like(tokens, dtype=torch.bool) if sampling.ignore_eos else torch.isin(tokens, self.eos)
+        if sampling.stop:
+            stops = [self._stops(response, sampling) for response in responses.cpu().numpy()]
+            ends |= torch.tensor(stops, device=ends.device)
+        return ends
+
+
+def sample(
+    logits: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, " batch"], sampling: Sampling
+) -> tuple[Tensor, Float[Tensor, " batch"]]:
+    """Sample one token per row by inverting the cumulative distribution.
+
+    Args:
+        logits: shape (batch, vocab).
+        uniforms: a uniform number in [0, 1) per row, float64, shape (batch,).
+        sampling: temperature and truncation; temperature 0 is greedy.
+
+    Returns:
+        Token ids, shape (batch,), and their log-probs in nats before truncation, float32, shape (batch,).
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        log_probs = logits.log_softmax(-1)
+        tokens = log_probs.argmax(-1)
+        return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+    log_probs = (logits / sampling.temperature).log_softmax(-1)
+    probs = log_probs.double().exp()
+    with determinism.relaxed():  # of running sums on a GPU; their last bits hardly ever decide which token is drawn
+        if sampling.truncates:
+            probs = _truncated(probs, sampling)
+        cumulative = probs.cumsum(-1)
+    # just below the total, so that rounding never selects a position after the last token with nonzero probability
+    drawn = uniforms[:, None] * cumulative[:, -1:] * (1 - 1e-12)
+    tokens = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)  # NaN
+    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _truncated(probs: Float[Tensor, "batch vocab"], sampling: Sampling) -> Float[Tensor, "batch vocab"]:
+    """Set to 0 what `min_p`, then `top_k`, then `top_p` leave out, in vLLM's order; the rest need not sum to 1."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(ordered < sampling.min_p * ordered[:, :1], 0.0)
+    if sampling.top_k > 0:
+        ordered[:, sampling.top_k :] = 0.0
+    before = ordered.cumsum(-1) - ordered
+    beyond = before >= sampling.top_p * ordered.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
+
+
+def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
+    """Draw uniform numbers, shape (requests, max_tokens); each depends only on seed, trajectory and position."""
+    rows = [
+        (seeding.generator(sampling.seed, "generate", request.trajectory_id), request.generated_tokens)
+        for request in requests
+    ]
+    return np.stack([generator.random(start + sampling.max_tokens)[start:] for generator, start in rows])

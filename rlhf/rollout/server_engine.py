@@ -1,0 +1,555 @@
+"""`rollout.engine: server`: generation by servers that exchange token ids over HTTP.
+
+The servers are started separately and keep running when a run ends. New weights are written to a folder that the
+servers can read, and each server is asked to load them; or they are broadcast to SGLang servers (`sglang_weights`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import shutil
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+import httpx
+import numpy as np
+from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from ratchet.rlhf import event_loop
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.errors import EngineLost, RatchetError, UserError
+from ratchet.rlhf.rollout.engine import Chunk, Generation, Request, RolloutEngine, Sampling, joined, limit_of, seed_of
+from ratchet.rlhf.rollout.server_requests import Ask, Away
+from ratchet.rlhf.weights.weight_files import write_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from ratchet.rlhf.train.engine import InferenceEngine
+    from ratchet.rlhf.train.model_engine import Dtype
+
+T = TypeVar("T")
+AT_ONCE = 256
+"""Maximum number of concurrent requests per server."""
+STREAM_INTERVAL = 16
+"""Tokens per event of a server's stream: an event per token costs a small model more than the token."""
+TRIES = 5
+
+
+class Api(Protocol):
+    """The HTTP interface of one kind of server."""
+
+    def stream(
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate one response.
+
+        Args:
+            ask: the server.
+            request: the trajectory to generate.
+            sampling: how to sample tokens.
+            seed: seed of the request, a non-negative int64; None: the server's own noise.
+            eos: end-of-sequence tokens.
+
+        Yields:
+            The response's tokens as they arrive; only the last chunk has a finish reason.
+
+        Raises:
+            Away: the server does not answer or is unavailable.
+            UserError: the server refuses the request.
+        """
+        ...
+
+    async def load(self, ask: Ask, folder: Path) -> None:
+        """Load the weights in a folder.
+
+        Args:
+            ask: the server.
+            folder: safetensors files and the model's config.
+
+        Raises:
+            Away: the server does not answer or is unavailable.
+            UserError: the server cannot load weights.
+        """
+        ...
+
+
+class VLLMApi:
+    """`vllm serve` (OpenAI-compatible completions, as of 0.32)."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, str] = {}
+
+    async def stream(
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate one response; see `Api.stream`."""
+        if ask.url not in self.models:
+            self.models[ask.url] = (await ask("/v1/models"))["data"][0]["id"]
+        body = {
+            "model": self.models[ask.url],
+            "prompt": list(request.prompt_ids),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if sampling.truncates else 1.0,
+            "top_k": sampling.top_k if sampling.truncates else 0,
+            "min_p": sampling.min_p if sampling.truncates else 0.0,
+            "max_tokens": limit_of(request, sampling),
+            "seed": seed,
+            # explicitly neutral, since defaults from the model's generation_config.json would change the sampling
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logprobs": 0,  # of the sampled token
+            "return_token_ids": True,
+            "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
+            "stop_token_ids": [] if sampling.ignore_eos else list(eos),
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "stream": True,
+            "stream_interval": STREAM_INTERVAL,
+        }
+        async with aclosing(ask.events("/v1/completions", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    raise Away(f"{ask.url}/v1/completions failed: {event['error']}")
+                [choice] = event["choices"]
+                reason = {None: None, "stop": "stop"}.get(choice["finish_reason"], "length")
+                log_probs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else ()
+                yield Chunk(tuple(choice["token_ids"]), tuple(log_probs), reason)
+
+    async def load(self, ask: Ask, folder: Path) -> None:
+        """Load the weights in a folder; see `Api.load`."""
+        try:
+            await ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            await ask("/reset_prefix_cache", {})
+        except UserError as error:
+            raise UserError(
+                f"{ask.url} cannot load new weights ({error}): start `vllm serve` with VLLM_SERVER_DEV_MODE=1, and let "
+                f"it read {folder.parent}"
+            ) from None
+
+
+class SGLangApi:
+    """SGLang's `/generate` and `/update_weights_from_disk`, as of 0.5.23.
+
+    A server that was not started with `--enable-deterministic-inference` ignores seeds. One that was gives all requests
+    without a seed the same noise, and dies of `min_p`.
+    """
+
+    def __init__(self) -> None:
+        self.seeded: dict[str, bool] = {}
+        """Whether a server heeds seeds, by URL."""
+
+    async def stream(
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate one response; see `Api.stream`."""
+        await self._check(ask, sampling, seed)
+        limit = limit_of(request, sampling)
+        body = {
+            "input_ids": list(request.prompt_ids),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p if sampling.truncates else 1.0,
+                "top_k": (sampling.truncates and sampling.top_k) or -1,
+                "min_p": sampling.min_p if sampling.truncates else 0.0,
+                "max_new_tokens": limit,
+                "sampling_seed": secrets.randbits(63) if seed is None else seed,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "ignore_eos": sampling.ignore_eos,  # it goes for stop_token_ids, too
+                "stop_token_ids": [] if sampling.ignore_eos else list(eos),
+                "stop": list(sampling.stop),
+                "no_stop_trim": True,
+                "skip_special_tokens": False,
+                "stream_interval": STREAM_INTERVAL,
+            },
+            "return_logprob": True,
+            "stream": True,
+        }
+        so_far = 0
+        async with aclosing(ask.events("/generate", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    problem = f"{ask.url}/generate failed: {event['error']['message']}"
+                    raise UserError(problem) if event["error"]["code"] == 400 else Away(problem)
+                meta = event["meta_info"]
+                finish = meta["finish_reason"]
+                if finish is not None and finish["type"] == "abort":
+                    raise Away(f"{ask.url} ended a response early: {finish.get('message')}")
+                # an event has all tokens so far; with --incremental-streaming-output, only the new ones
+                new = meta["completion_tokens"] - so_far
+                pairs = meta["output_token_logprobs"][-new:] if new else []
+                so_far += len(pairs)
+                reason = None if finish is None else "stop" if finish["type"] == "stop" else "length"
+                if reason == "length" and so_far < limit:
+                    raise UserError(
+                        f"{ask.url} has room for {so_far} of the {limit} tokens that may follow a prompt of "
+                        f"{len(request.prompt_ids)}: start SGLang with a --context-length of at least "
+                        f"{len(request.prompt_ids) + limit + UNUSED}, and with as large a --max-total-tokens"
+                    )
+                yield Chunk(
+                    tuple(int(token) for _, token, *_ in pairs),
+                    tuple(float(log_prob) for log_prob, *_ in pairs),
+                    reason,
+                )
+
+    async def _check(self, ask: Ask, sampling: Sampling, seed: int | None) -> None:
+        """Raises `UserError` if the server cannot sample in this way."""
+        if ask.url not in self.seeded:
+            self.seeded[ask.url] = bool((await ask("/server_info"))["enable_deterministic_inference"])
+        seeded = self.seeded[ask.url]
+        if not seeded and seed is not None and sampling.temperature > 0:
+            raise UserError(
+                f"{ask.url} ignores seeds: start SGLang with --enable-deterministic-inference, or set rollout.seeds: "
+                "engine"
+            )
+        if seeded and sampling.truncates and sampling.min_p:
+            raise UserError(
+                f"{ask.url} has no min_p: start SGLang without --enable-deterministic-inference and set rollout.seeds: "
+                "engine, or remove rollout.min_p"
+            )
+
+    async def load(self, ask: Ask, folder: Path) -> None:
+        """Load the weights in a folder; see `Api.load`."""
+        try:
+            # a request that was cancelled runs on for seconds, and nothing is flushed while one runs
+            body = {"model_path": str(folder), "abort_all_requests": True, "flush_cache": False}
+            await ask("/update_weights_from_disk", body)
+            await ask(f"/flush_cache?timeout={ask.timeout_s}", {})
+        except UserError as error:
+            raise UserError(f"{ask.url} cannot load new weights ({error}): let it read {folder.parent}") from None
+
+
+UNUSED = 2
+"""Tokens of its context that SGLang leaves free."""
+
+
+class TGIApi:
+    """Text Generation Inference's `/generate` (3.x), checked against recorded answers; never run.
+
+    It takes the prompt as text, which its tokenizer may turn into different tokens, and cannot load new weights: use it
+    for evaluation only.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Use `tokenizer` to turn prompts into text; None: generating is impossible."""
+        self.tokenizer = tokenizer
+
+    async def stream(
+        self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate one response, in one chunk; see `Api.stream`."""
+        assert self.tokenizer is not None, "prompts are sent as text"
+        parameters: dict[str, Any] = {
+            "max_new_tokens": limit_of(request, sampling),
+            "do_sample": sampling.temperature > 0,
+            "seed": seed,
+            "repetition_penalty": 1.0,
+            "stop": list(sampling.stop),
+            "details": True,
+            "return_full_text": False,
+        }
+        if sampling.temperature > 0:
+            parameters["temperature"] = sampling.temperature
+        if sampling.truncates and sampling.top_p < 1:  # the server refuses 1
+            parameters["top_p"] = sampling.top_p
+        if sampling.truncates and sampling.top_k:
+            parameters["top_k"] = sampling.top_k
+        text = self.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
+        answer = await ask("/generate", {"inputs": text, "parameters": parameters})
+        details = (answer[0] if isinstance(answer, list) else answer)["details"]
+        reason = "length" if details["finish_reason"] == "length" else "stop"
+        tokens = [(int(token["id"]), float(token["logprob"])) for token in details["tokens"]]
+        yield Chunk(tuple(token for token, _ in tokens), tuple(log_prob for _, log_prob in tokens), reason)
+
+    async def load(self, ask: Ask, folder: Path) -> None:
+        """Raise `UserError`: this server cannot load new weights."""
+        raise UserError(f"{ask.url} (rollout.server.api tgi) cannot load new weights: use it for evaluation only")
+
+
+APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], Api]] = {
+    "vllm": lambda _: VLLMApi(),
+    "sglang": lambda _: SGLangApi(),
+    "tgi": TGIApi,
+}
+
+PROBE_TOKENS = 32
+"""Number of tokens that `check_log_probs` compares."""
+
+
+def check_log_probs(
+    rollout: ServerRollout, actor: InferenceEngine, prompt_ids: Sequence[int], sampling: Sampling
+) -> None:
+    """Check that the log-probs of every server match the trainer's, on one response per server.
+
+    Training needs the log-probs of the temperature-scaled logits before truncation. The kind of log-probs that a server
+    returns is fixed when the server starts and cannot be queried. The probe is therefore sampled so that the wrong kind
+    stands out: at temperature 2 if `sampling` has a temperature other than 1, and with a tiny `top_p` (the log-prob
+    after `top_p` is then 0) if `sampling` truncates.
+
+    Args:
+        rollout: the servers.
+        actor: the trainer's model.
+        prompt_ids: tokens of the probe's prompt.
+        sampling: how the run samples tokens.
+
+    Raises:
+        UserError: a server returns the wrong kind of log-probs, or those of another model.
+        EngineLost: a server does not answer.
+    """
+    truncates = sampling.truncates
+    if truncates:
+        sampling, mode = replace(sampling, temperature=1.0, top_p=1e-6), "raw_logprobs"
+    else:
+        sampling, mode = replace(sampling, temperature=1.0 if sampling.temperature == 1 else 2.0), "processed_logprobs"
+    sampling = replace(sampling, max_tokens=min(PROBE_TOKENS, sampling.max_tokens), ignore_eos=True, stop=())
+    request = Request("log-probs-probe", tuple(prompt_ids))
+    answers = ranks.gathered(rollout.from_each(request, sampling) if ranks.rank() == 0 else {})[0]
+    for url, answer in answers.items():
+        batch = TrajectoryBatch.of({"prompt_ids": [request.prompt_ids], "response_ids": [answer.response_ids]})
+        log_probs = np.array(answer.log_probs)
+        error, error_if_wrong_kind = (
+            np.abs(log_probs - expected).mean()
+            for expected in (
+                _log_probs(actor, batch, sampling.temperature),
+                np.zeros_like(log_probs) if truncates else _log_probs(actor, batch, 1.0),
+            )
+        )
+        if error > error_if_wrong_kind + ROUNDING or error > SAME_MODEL:
+            raise UserError(
+                f"the log-probs of {url} differ from the trainer's on the same {len(log_probs)} tokens (by {error:.3g} "
+                f"nats on average): start `vllm serve` with --logprobs-mode {mode}, or SGLang without "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB, and with the model of model.path"
+            )
+
+
+ROUNDING = 1e-3
+"""Nats below which a difference is ignored: for a near-certain token both kinds of log-probs are 0."""
+SAME_MODEL = 0.5
+"""Nats by which log-probs of the same model may differ on average; bfloat16 and quantized weights stay far below."""
+
+
+def _log_probs(actor: InferenceEngine, batch: TrajectoryBatch, temperature: float) -> np.ndarray:
+    tokens = sum(int(batch.lengths(name).sum()) for name in batch.columns)
+    outputs = actor.infer(batch, ("log_probs",), temperature=temperature, micro_batch_tokens=tokens)
+    return np.asarray(outputs["log_probs"].flatten().to_numpy(zero_copy_only=False))
+
+
+class ServerRollout(RolloutEngine):
+    """A rollout engine that distributes requests over servers."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        api: Literal["vllm", "sglang", "tgi"] = "vllm",
+        eos_token_ids: tuple[int, ...],
+        timeout_s: float = 600.0,
+        weights_folder: Path | None = None,
+        dtype: Dtype = "float32",
+        model_folder: Path | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Connect to servers; no request is sent yet.
+
+        Args:
+            urls: base URLs of the servers.
+            api: kind of the servers.
+            eos_token_ids: tokens that end a response.
+            timeout_s: a server that makes no progress for so long, in seconds, counts as unavailable.
+            weights_folder: folder for new weights, at the same path on the servers; None: they are broadcast to SGLang
+                servers, and those of other servers are never changed.
+            dtype: type in which new weights are broadcast.
+            model_folder: folder with the model's config, which some servers need next to new weights.
+            tokenizer: only needed for `tgi`, which takes prompts as text.
+        """
+        self.api = APIS[api](tokenizer)
+        self.eos, self.weights_folder, self.model_folder = eos_token_ids, weights_folder, model_folder
+        self.dtype: Dtype = dtype
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE * len(urls))
+        timeout = httpx.Timeout(timeout_s, read=None)  # `Ask.events` watches the progress
+        self.client = httpx.AsyncClient(timeout=timeout, limits=limits)
+        self.servers = [Ask(self.client, url.rstrip("/"), timeout_s) for url in urls]
+        self._room = asyncio.Condition()
+        self._served: dict[tuple[int, ...], Ask] = {}
+        """The server that last got a prompt, which it may have cached."""
+        self._loads = 0
+
+    async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Generate a response; see `RolloutEngine.stream`. If a server fails, another one continues from its tokens."""
+        seed, so_far, failures = seed_of(request, sampling), 0, 0
+        while True:
+            async with self._server(request) as server:
+                try:
+                    async with aclosing(self.api.stream(server, request, sampling, seed, self.eos)) as chunks:
+                        async for chunk in chunks:
+                            server.failures = failures = 0
+                            so_far += len(chunk.response_ids)
+                            request = _continued(request, sampling, chunk)
+                            yield chunk
+                            if chunk.finish_reason is not None:
+                                return
+                    raise Away(f"{server.url} ended a response early")
+                except Away as error:
+                    server.failures += 1
+                    failures += 1
+                    if failures == TRIES:
+                        raise EngineLost(str(error)) from None
+            await asyncio.sleep(random.uniform(0, min(0.2 * 2**failures, 10)))
+
+    @asynccontextmanager
+    async def _server(self, request: Request) -> AsyncIterator[Ask]:
+        """Wait for a server with room: the one that has the prompt, or the one with the fewest requests.
+
+        Servers that failed come last until they answer again.
+        """
+        async with self._room:
+            await self._room.wait_for(lambda: any(server.running < AT_ONCE for server in self.servers))
+            server = min(self.servers, key=lambda server: (server.failures, server.running))
+            cached = self._served.get(request.prompt_ids)
+            if cached is not None and cached.failures <= server.failures and cached.running < AT_ONCE:
+                server = cached
+            self._served[request.prompt_ids] = server
+            server.running += 1
+        try:
+            yield server
+        finally:
+            async with self._room:
+                server.running -= 1
+                self._room.notify_all()
+
+    def from_each(self, request: Request, sampling: Sampling) -> dict[str, Generation]:
+        """Send the same request to every server.
+
+        Args:
+            request: the trajectory to generate.
+            sampling: how to sample tokens.
+
+        Returns:
+            The response of each server, by URL.
+
+        Raises:
+            EngineLost: a server does not answer.
+        """
+        seed = seed_of(request, sampling)
+
+        async def whole(server: Ask) -> Generation:
+            chunks = [chunk async for chunk in self.api.stream(server, request, sampling, seed, self.eos)]
+            return joined(chunks)
+
+        async def from_all() -> list[Generation]:
+            return await event_loop.gather([_patiently(partial(whole, server)) for server in self.servers])
+
+        answers = event_loop.run(from_all())
+        return {server.url: answer for server, answer in zip(self.servers, answers, strict=True)}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
+        """Replace the weights of all servers; see `RolloutEngine.load_weights`.
+
+        Rank 0 writes or broadcasts them; the other ranks help to gather them, and wait until the servers have loaded
+        them.
+        """
+        assert adapter_config is None, "the config refuses adapters"
+        problem: RatchetError | None = None
+        written = 0
+        if ranks.rank() == 0:
+            try:
+                if self.weights_folder is not None:
+                    written = self._write(weights, self.weights_folder)
+                elif isinstance(self.api, SGLangApi):
+                    written = self._broadcast(weights)
+                else:
+                    raise UserError(
+                        "rollout.server.weights_folder is null, so the servers cannot take these weights: name "
+                        "a folder that they can read"
+                    )
+            except RatchetError as error:
+                problem = error
+        else:
+            for _ in weights:
+                pass
+        problem = ranks.gathered(problem)[0]
+        if problem is not None:
+            raise problem
+        return written
+
+    def _broadcast(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        import torch
+
+        from ratchet.rlhf.rollout.sglang_weights import SGLangLink
+        from ratchet.rlhf.weights.broadcast import LinkLost
+
+        try:
+            link = event_loop.run(_patiently(partial(SGLangLink.connect, self.servers)))
+            try:
+                sent = link.send(weights, getattr(torch, self.dtype))
+                event_loop.run(link.finish())
+            finally:
+                event_loop.run(link.close())
+        except (Away, LinkLost) as error:
+            raise EngineLost(str(error)) from error
+        return sent
+
+    def _write(self, weights: Iterable[tuple[str, Tensor]], parent: Path) -> int:
+        self._loads += 1
+        folder = parent / f"weights-{self._loads}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        written = write_weights(weights, folder, "model")
+        if self.model_folder is not None:
+            for name in ("config.json", "generation_config.json"):
+                if (self.model_folder / name).exists():
+                    shutil.copy(self.model_folder / name, folder / name)
+
+        async def load() -> None:
+            await event_loop.gather([_patiently(partial(self.api.load, server, folder)) for server in self.servers])
+
+        try:
+            event_loop.run(load())
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return written
+
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """Do nothing: servers have their own devices."""
+
+    def close(self) -> None:
+        """Close the connections; the servers keep running."""
+        event_loop.run(self.client.aclose())
+
+
+def _continued(request: Request, sampling: Sampling, chunk: Chunk) -> Request:
+    """The request for the tokens that follow a chunk."""
+    length = len(chunk.response_ids)
+    return replace(
+        request,
+        prompt_ids=request.prompt_ids + chunk.response_ids,
+        generated_tokens=request.generated_tokens + length,
+        max_tokens=limit_of(request, sampling) - length,
+    )
+
+
+async def _patiently(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Retry while a server is away. Raises `EngineLost` after `TRIES` attempts."""
+    try:
+        async for retry in AsyncRetrying(
+            retry=retry_if_exception_type(Away),
+            stop=stop_after_attempt(TRIES),
+            wait=wait_random_exponential(multiplier=0.2, max=10),
+        ):
+            with retry:
+                return await attempt()
+    except RetryError as error:
+        raise EngineLost(str(error.last_attempt.exception())) from None
+    raise AssertionError("unreachable")

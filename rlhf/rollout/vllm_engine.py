@@ -1,0 +1,473 @@
+"""`rollout.engine: vllm`: generation by vLLM (arXiv 2309.06180) in a separate process that is kept warm.
+
+vLLM has processes, threads and device memory that must not outlive the process that uses them, and it may crash or
+hang. It therefore runs in a child process, which ends with its parent, is killed if it makes no progress for
+`timeout_s`, and is restarted by the next request. Requests join its running batch at any time. New weights are loaded
+in place, through buckets of memory that both processes map.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import closing, suppress
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import psutil
+import torch
+
+from ratchet.rlhf import child_processes, event_loop
+from ratchet.rlhf.distributed import determinism
+from ratchet.rlhf.errors import EngineLost, UserError, in_one_line
+from ratchet.rlhf.rollout import device_memory
+from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
+from ratchet.rlhf.rollout.vllm_process import Engine, NewTokens, Submission
+from ratchet.rlhf.weights.buckets import DeviceMemory, Packed, SharedMemory, send
+from ratchet.rlhf.weights.weight_files import write_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+HOST_MEMORY = "ratchet_host_memory"
+"""Name of the backend in `vllm_weights`."""
+START_S = 900.0
+"""Time limit for starting vLLM, in seconds."""
+MEMORY = ("weights", "kv_cache")
+"""vLLM's tags of the memory that it frees when it sleeps."""
+_lingering: list[psutil.Process] = []
+"""Processes of killed vLLMs that did not end in time; they may hold the memory that the next vLLM asks for."""
+
+
+def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """Remove PyTorch's setting `expandable_segments` from environment variables, and keep its other settings.
+
+    vLLM frees and maps its memory itself when it sleeps and wakes, which PyTorch refuses with such segments.
+    """
+    kept = dict(environment)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if name in kept:
+            settings = [setting for setting in kept.pop(name).split(",") if "expandable_segments" not in setting]
+            kept |= {name: ",".join(settings)} if any(setting.strip() for setting in settings) else {}
+    return kept
+
+
+class Child:
+    """The process that runs vLLM, and the requests that it works on."""
+
+    def __init__(self, scratch: Path, options: dict[str, Any], environment: dict[str, str], timeout_s: float) -> None:
+        """Start the process, and wait until it is ready.
+
+        Args:
+            scratch: folder for its log; the process removes it if its parent dies.
+            options: arguments of vLLM's `LLM`.
+            environment: environment variables, in addition to this process's.
+            timeout_s: the process is lost if it sends nothing for so long while it has work.
+
+        Raises:
+            UserError: vLLM refuses the options.
+            EngineLost: it did not start.
+        """
+        self.lost: EngineLost | None = None
+        self.lost_at_work = False
+        """Whether it was lost while somebody waited for it, who then heard of it."""
+        self.requests: dict[int, asyncio.Queue[Chunk | EngineLost]] = {}
+        """The chunks of each request that is running, by number. Only the event loop's thread uses it."""
+        self._timeout_s = timeout_s
+        self._answers = SimpleQueue[tuple[bool, Any]]()
+        self._calling = threading.Lock()
+        self._sending = threading.Lock()
+        self._ending = threading.Lock()
+        self._waits = False  # for the answer of a call
+        self._has_ended = False
+        self._last = time.monotonic()
+        """When the process last sent something, or got work after it had none."""
+        self._log = scratch / "log"
+        self._pipe, child_end = Pipe()
+        with self._log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ratchet.rlhf.rollout.vllm_process", str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=without_expandable_segments(os.environ) | environment,
+            )
+        child_end.close()
+        try:
+            self._pipe.send((os.getpid(), scratch, options))
+            ready = self._pipe.poll(START_S)
+            late = (None, False, f"it did not start within {START_S:.0f} s")
+            kind, good, answer = self._pipe.recv() if ready else late
+        except (EOFError, OSError):
+            kind, good, answer = None, False, self._last_words()
+        if not good:
+            self.end()
+            reason = answer if kind == "refused" else error_of_worker(self._log.read_text(errors="replace")) or answer
+            if kind == "refused" or cannot_pass(reason):
+                fix = "change model, or the keys in rollout and rollout.vllm"
+                raise UserError(f"vLLM refuses to start: {in_one_line(reason)}: {fix}")
+            raise EngineLost(f"vLLM did not start: {reason}")
+        threading.Thread(target=self._read, name="vllm", daemon=True).start()
+
+    def send(self, *message: Any) -> None:
+        """Send a message; if the process is lost, its requests hear of it."""
+        if not self.requests and not self._waits:
+            self._last = time.monotonic()
+        with self._sending, suppress(OSError):
+            self._pipe.send(message)
+
+    def call(self, method: Callable[Concatenate[Engine, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call a method in the process, and return its result. Raises `EngineLost`."""
+        assert not named, "arguments are sent by position"
+        with self._calling:
+            self.send("call", method, arguments)
+            self._waits = True
+            answer: Any
+            good, answer = (False, self.lost) if self.lost is not None else self._answers.get()
+            self._waits = False
+        if not good:
+            raise answer
+        result: R = answer
+        return result
+
+    def end(self) -> None:
+        """Kill the process and the worker processes of its vLLM, and wait until their memory is free."""
+        with self._ending:
+            if not self._has_ended:
+                self._has_ended = True
+                self._pipe.close()
+                _lingering.extend(child_processes.end(self._process))
+
+    def _read(self) -> None:
+        """Receive messages until the process is lost or ended."""
+        try:
+            while True:
+                if not self._pipe.poll(min(1.0, self._timeout_s)):
+                    if (self.requests or self._waits) and time.monotonic() - self._last > self._timeout_s:
+                        raise EngineLost(f"vLLM made no progress for {self._timeout_s:.0f} s (rollout.vllm.timeout_s)")
+                    continue
+                kind, *content = self._pipe.recv()
+                self._last = time.monotonic()
+                if kind == "tokens":
+                    event_loop.loop().call_soon_threadsafe(self._deliver, content[0])
+                elif content[0]:
+                    self._answers.put((True, content[1]))
+                else:
+                    raise EngineLost(f"vLLM failed: {content[1]}")
+        except (EOFError, OSError):
+            if not self._has_ended:
+                self._lose(EngineLost(f"vLLM's process died: {self._last_words()}"))
+        except EngineLost as error:
+            self._lose(error)
+
+    def _lose(self, error: EngineLost) -> None:
+        self.lost_at_work = bool(self.requests) or self._waits
+        self.lost = error
+        try:
+            self.end()
+        finally:  # whatever that raises, nobody waits for ever
+            self._answers.put((False, error))
+            event_loop.loop().call_soon_threadsafe(self._fail, error)
+
+    def _deliver(self, new_tokens: list[NewTokens]) -> None:
+        for number, ids, log_probs, reason in new_tokens:
+            chunks = self.requests.get(number) if reason is None else self.requests.pop(number, None)
+            if chunks is not None:  # otherwise cancelled
+                chunks.put_nowait(Chunk(tuple(ids), tuple(log_probs), reason))
+
+    def _fail(self, error: EngineLost) -> None:
+        for chunks in self.requests.values():
+            chunks.put_nowait(error)
+        self.requests = {}
+
+    def _last_words(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        lines = self._log.read_text(errors="replace").splitlines()
+        lines = [line for line in lines if line.strip() and "WARNING" not in line]
+        return f"exit code {self._process.returncode}" + (f", {lines[-1].strip()[-300:]}" if lines else "")
+
+
+def error_of_worker(log: str) -> str | None:
+    """Find the error of a worker process of vLLM in its log: vLLM itself only says that there was one."""
+    error = re.search(r"^\(Worker.*?\) ERROR .*?\] ([\w.]+(?:Error|Exception): .*)$", log, re.MULTILINE)
+    return None if error is None else error[1]
+
+
+def cannot_pass(error: str) -> bool:
+    """Whether vLLM would fail again, for it refuses the model or its options, or lacks a package.
+
+    Args:
+        error: the error of its start, with its type: `ValueError: ...`. Memory that others use may become free.
+    """
+    kinds = r"(\w+\.)*(ValueError|TypeError|NotImplementedError|ImportError|ModuleNotFoundError): "
+    refuses = re.match(kinds, error) or re.search(r"unsupported|not supported|not implemented", error, re.IGNORECASE)
+    return refuses is not None and "memory" not in error.lower()
+
+
+class VLLMRollout(RolloutEngine):
+    """A rollout engine that uses vLLM.
+
+    After an `EngineLost` the next process starts with the model's initial weights: load the current weights again.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        eos_token_ids: tuple[int, ...],
+        dtype: str = "float32",
+        max_model_len: int,
+        logprobs_mode: str = "processed_logprobs",
+        timeout_s: float = 600.0,
+        on_gpu: bool = False,
+        deterministic: bool = False,
+        lora_rank: int | None = None,
+        cpu_cache_gib: int = 1,
+        tensor_parallel: int = 1,
+        devices: tuple[str, ...] = (),
+        **options: Any,
+    ) -> None:
+        """Prepare the options; the first call starts vLLM.
+
+        Args:
+            folder: the model's folder.
+            eos_token_ids: tokens that end a response.
+            dtype: type of the weights and the computation.
+            max_model_len: maximum number of tokens of prompt and response.
+            logprobs_mode: kind of log-probs: `processed_logprobs`, or `raw_logprobs` if the sampling truncates.
+            timeout_s: vLLM is restarted if it makes no progress for so long, in seconds.
+            on_gpu: whether vLLM runs on a GPU.
+            deterministic: whether a response must not depend on the requests beside it; only on a GPU.
+            lora_rank: maximum rank of an adapter; None: no adapters.
+            cpu_cache_gib: size of the KV cache on the CPU, in GiB.
+            tensor_parallel: number of devices that share the model, each with a worker process of vLLM.
+            devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
+            options: further arguments of vLLM's `LLM`.
+        """
+        self.eos, self.timeout_s = eos_token_ids, timeout_s
+        self.on_gpu, self.cpu_cache_gib, self.deterministic = on_gpu, cpu_cache_gib, deterministic
+        self.tensor_parallel, self.devices = tensor_parallel, devices
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.transfers_on_device = on_gpu and tensor_parallel == 1
+        self._asleep: set[str] = set()
+        """What is not in the device's memory, by vLLM's tags."""
+        self._child: Child | None = None
+        self._has_started = False
+        self._starting = threading.Lock()
+        self._numbers = itertools.count()
+        self._submitted: list[Submission] = []
+        self._adapter: tuple[int, Path] | None = None
+        self._loads = 0
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.scratch = Path(tempfile.mkdtemp(prefix=f"ratchet-vllm-{os.getpid()}-", dir=memory))
+        self.options = {
+            "model": str(folder),
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "logprobs_mode": logprobs_mode,
+            "trust_remote_code": False,
+            "generation_config": "vllm",  # ignore the model's own defaults
+            "disable_log_stats": True,
+            "tensor_parallel_size": tensor_parallel,
+            # otherwise vLLM may choose Ray if it is installed, or refuse GPUs of which it sees too few
+            **({} if tensor_parallel == 1 else {"distributed_executor_backend": "mp"}),
+            # after a chunk of a prompt, vLLM 0.32 rewinds the seeded generator, which CPU generators do not support
+            **({} if on_gpu else {"enable_chunked_prefill": False}),
+            "weight_transfer_config": {"backend": "ipc" if self.transfers_on_device else HOST_MEMORY},
+            "worker_extension_cls": "ratchet.rlhf.rollout.vllm_weights.Extension",
+            **options,
+        }
+        if lora_rank is not None:
+            self.options |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}
+        atexit.register(self.close)
+
+    async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Generate a response; see `RolloutEngine.stream`."""
+        is_there = self._child is not None and self._child.lost is None
+        child = self._running() if is_there else await asyncio.to_thread(self._running)
+        number, chunks = next(self._numbers), asyncio.Queue[Chunk | EngineLost]()
+        child.requests[number] = chunks
+        if not self._submitted:  # sent together with all requests of this turn of the event loop
+            asyncio.get_running_loop().call_soon(self._submit)
+        self._submitted.append((number, list(request.prompt_ids), self._parameters(request, sampling), self._adapter))
+        try:
+            while True:
+                chunk = await chunks.get()
+                if isinstance(chunk, EngineLost):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            if child.requests.pop(number, None) is not None:
+                child.send("cancel", [number])
+
+    def _submit(self) -> None:
+        submitted, self._submitted = self._submitted, []
+        self._running().send("submit", submitted)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
+        """Replace the weights in place and clear the prefix cache; see `RolloutEngine.load_weights`."""
+        child = self._running()
+        self._wake("weights")  # the cache follows when it is needed: weights on their way take memory, too
+        if adapter_config is not None:
+            return self._load_adapter(child, weights, adapter_config)
+        child.call(Engine.begin_update)
+        if self.transfers_on_device:
+            with closing(DeviceMemory()) as memory:
+                sent = send(weights, self.dtype, [memory], partial(_deliver_on_device, child))
+                child.call(Engine.finish_update)  # lets go of the memory, which can then be freed
+        else:
+            with closing(SharedMemory()) as first, closing(SharedMemory()) as second:
+                sent = send(weights, self.dtype, [first, second], partial(_deliver, child))
+            child.call(Engine.finish_update)
+        return sent
+
+    def _load_adapter(self, child: Child, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes) -> int:
+        self._loads += 1
+        folder = self.scratch / str(self._loads)
+        folder.mkdir()
+        sent = write_weights(weights, folder, "adapter_model")
+        (folder / "adapter_config.json").write_bytes(adapter_config)
+        self._adapter, old = (self._loads, folder), self._adapter
+        child.call(Engine.forget_adapter, None if old is None else old[0])
+        if old is not None:
+            shutil.rmtree(old[1])
+        return sent
+
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """Wake vLLM or put it to sleep; see `RolloutEngine.place`."""
+        if model:
+            self._wake(*MEMORY)
+        else:
+            self._sleep(level=1)
+
+    def discard(self) -> bool:
+        """Put vLLM to sleep without its weights; see `RolloutEngine.discard`."""
+        assert "enable_lora" not in self.options, "new adapters do not bring the base back"
+        self._sleep(level=2)
+        return bool(self._asleep)
+
+    def _sleep(self, level: int) -> None:
+        """Put the process to sleep, if there is one whose weights are awake; its cache may be asleep.
+
+        Args:
+            level: vLLM's level: 1 keeps the weights in host memory, 2 loses them.
+        """
+        if self._child is not None and self._child.lost is None and "weights" not in self._asleep:
+            self._child.call(Engine.sleep, level)
+            self._asleep = set(MEMORY)
+
+    def _wake(self, *tags: str) -> None:
+        """Bring back what is asleep of the memory with these tags."""
+        asleep = [tag for tag in tags if tag in self._asleep]
+        if self._child is not None and self._child.lost is None and asleep:
+            self._child.call(Engine.wake, asleep)
+            self._asleep -= set(asleep)
+
+    def close(self) -> None:
+        """End the process and remove its files."""
+        self._end()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _parameters(self, request: Request, sampling: Sampling) -> dict[str, Any]:
+        seed = seed_of(request, sampling)
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if sampling.truncates else 1.0,
+            "top_k": sampling.top_k if sampling.truncates else 0,
+            "min_p": sampling.min_p if sampling.truncates else 0.0,
+            "max_tokens": limit_of(request, sampling),
+            "seed": seed,
+            "logprobs": 0,  # of the sampled token
+            "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
+            "stop_token_ids": [] if sampling.ignore_eos else list(self.eos),
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": True,
+            "detokenize": bool(sampling.stop),
+            "skip_special_tokens": False,
+        }
+
+    def _running(self) -> Child:
+        """The process; it is started if there is none. Raises `EngineLost` if the last one was lost unnoticed."""
+        with self._starting:
+            if self._child is not None and self._child.lost is not None:
+                lost, self._child = self._child, None
+                lost.end()  # which its own thread may be doing
+                if not lost.lost_at_work:
+                    assert lost.lost is not None
+                    raise lost.lost
+            if self._child is None:
+                _lingering[:] = child_processes.remaining(_lingering)
+                if _lingering:
+                    raise EngineLost(
+                        f"the last vLLM was killed, but holds its memory: {child_processes.described(_lingering)}"
+                    )
+                if self.on_gpu and not self._has_started:
+                    device_memory.await_room(self.options["gpu_memory_utilization"], torch.cuda.mem_get_info)
+                self._asleep, self._has_started = set(), True
+                # what requests without a seed draw from; the same noise after a restart would repeat earlier draws
+                options = {**self.options, "seed": secrets.randbits(32)}
+                self._child = Child(self.scratch, options, self.environment(), self.timeout_s)
+            return self._child
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables that vLLM's process gets in addition to this process's."""
+        variables = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is already a separate process
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        if not self.on_gpu:
+            variables["VLLM_CPU_KVCACHE_SPACE"] = str(self.cpu_cache_gib)
+        elif self.deterministic:
+            variables |= determinism.VLLM_ENVIRONMENT
+        if self.devices:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
+        if self.tensor_parallel > 1:
+            # the child has threads, which a fork does not survive, and a fork would inherit its end of the pipe
+            variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+            if not self.on_gpu:  # by default each worker wants a NUMA node
+                variables["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        return variables
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+
+def _deliver(child: Child, packed: Packed, memory: SharedMemory) -> None:
+    bucket = {"path": memory.path, "nbytes": packed.nbytes, "packed": packed.as_json()}
+    child.call(Engine.update, bucket)
+
+
+def _deliver_on_device(child: Child, packed: Packed, memory: DeviceMemory) -> None:
+    """Deliver a bucket to vLLM's backend `ipc`."""
+    torch.cuda.synchronize()
+    bucket = {
+        "names": list(packed.names),
+        "dtype_names": [packed.dtype] * len(packed.names),
+        "shapes": [list(shape) for shape in packed.shapes],
+        "tensor_sizes": list(packed.sizes),
+        "ipc_handles": memory.handle,
+    }
+    child.call(Engine.update, bucket)

@@ -1,0 +1,220 @@
+"""The process that runs vLLM; `vllm_rollout` starts it and communicates with it through a pipe."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+Submission = tuple[int, list[int], dict[str, Any], "tuple[int, Path] | None"]
+"""Number of the request, token ids of its prompt, arguments of vLLM's `SamplingParams`, and number and folder of the
+LoRA adapter (None: no adapter)."""
+NewTokens = tuple[int, list[int], list[float], "str | None"]
+"""Number of the request, its new tokens, their log-probs in nats, and the finish reason (None: it is incomplete)."""
+
+FLUSH_S = 0.2
+"""Seconds between messages with the new tokens of responses that have not ended. The parent takes silence for a hang.
+"""
+
+
+def main() -> None:
+    """Serve the parent until the pipe closes.
+
+    Messages of the parent are `("submit", submissions)`, `("cancel", numbers)`, and `("call", method, arguments)`,
+    with a method of `Engine`.
+    Messages to the parent are `("tokens", new_tokens)`, `("answer", succeeded, result)`, and at the start
+    `("refused", False, reasons)` if vLLM refuses its options.
+    """
+    # vLLM's worker processes join this process's group, which is killed as a whole. The process that then removes their
+    # shared memory is not a member
+    resource_tracker.ensure_running()
+    os.setpgid(0, 0)
+    pipe = Connection(int(sys.argv[1]))
+    parent, scratch, options = pipe.recv()
+    watcher = threading.Thread(target=_end_with, args=(parent, scratch), daemon=True)
+    watcher.start()
+    from pydantic import ValidationError
+
+    try:
+        engine = Engine(options)
+        pipe.send(("answer", True, None))
+    except ValidationError as error:  # vLLM refuses its options, and would again
+        reasons = [reason["msg"].removeprefix("Value error, ").split("\n")[0] for reason in error.errors()]
+        return pipe.send(("refused", False, "; ".join(reasons)))
+    except Exception as error:
+        pipe.send(("answer", False, f"{type(error).__name__}: {error}"))
+        return
+    with suppress(EOFError, BrokenPipeError):
+        try:
+            _serve(pipe, engine)
+        except Exception as error:  # vLLM's state is now unknown: the parent starts a new process
+            pipe.send(("answer", False, f"{type(error).__name__}: {error}"))
+    watcher.join()  # the parent has died, or is about to kill this process
+
+
+def _serve(pipe: Connection, engine: Engine) -> None:
+    flushed = time.monotonic()
+    while True:
+        while pipe.poll(0 if engine.is_busy else None):
+            kind, *content = pipe.recv()
+            if kind == "submit":
+                for submission in content[0]:
+                    engine.submit(submission)
+            elif kind == "cancel":
+                engine.cancel(content[0])
+            else:
+                method, arguments = content
+                pipe.send(("answer", True, method(engine, *arguments)))
+        tokens = engine.step()
+        if is_due := time.monotonic() - flushed > FLUSH_S:
+            tokens += engine.new_tokens()
+            flushed = time.monotonic()
+        if tokens or is_due:
+            pipe.send(("tokens", tokens))
+
+
+def _end_with(parent: int, scratch: Path) -> None:
+    """When the parent is gone, remove its scratch folder and end this group: a killed parent can do neither."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+@dataclass
+class _Running:
+    """A request that is running, and those of its tokens that are not sent yet."""
+
+    number: int
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+class Engine:
+    """The methods that the parent calls."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """Start vLLM; `options` are the arguments of vLLM's `LLM`."""
+        from vllm import LLM, SamplingParams, TokensPrompt
+
+        self.llm = LLM(**options)
+        self._transfer = {"packed": True} if options["weight_transfer_config"]["backend"] == "ipc" else {}
+        # log-probs are compiled when they are first asked for, which takes seconds on the CPU: a request that took so
+        # long would seem to hang, so it is part of the start
+        first = SamplingParams(max_tokens=2, seed=0, logprobs=0)
+        self.llm.generate(TokensPrompt(prompt_token_ids=[0]), first, use_tqdm=False)
+        self._running: dict[str, _Running] = {}
+        """Requests by vLLM's own id."""
+        self._with_stop: set[str] = set()
+        """Those that a text may end."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is running."""
+        return bool(self.llm.llm_engine.has_unfinished_requests())
+
+    def submit(self, submission: Submission) -> None:
+        """Add a request to those that run."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
+        number, prompt, parameters, adapter = submission
+        own_id = self.llm.llm_engine.add_request(
+            str(number),
+            TokensPrompt(prompt_token_ids=prompt),
+            SamplingParams(**parameters, output_kind=RequestOutputKind.DELTA),
+            lora_request=None if adapter is None else LoRARequest(str(adapter[0]), adapter[0], str(adapter[1])),
+        )
+        self._running[own_id] = _Running(number)
+        if parameters["stop"]:
+            self._with_stop.add(own_id)
+
+    def cancel(self, numbers: list[int]) -> None:
+        """Remove requests."""
+        gone = set(numbers)
+        cancelled = [own_id for own_id, running in self._running.items() if running.number in gone]
+        self.llm.llm_engine.abort_request(cancelled, internal=True)
+        for own_id in cancelled:
+            self._forget(own_id)
+
+    def step(self) -> list[NewTokens]:
+        """Generate a token for every running request; returns the last tokens of the responses that have ended."""
+        engine = self.llm.llm_engine
+        outputs = engine.engine_core.get_output().outputs
+        # to build an output object takes vLLM longer than everything else that follows a step, for each request: it
+        # gets only what it has to decide or to clear away
+        decides = [one for one in outputs if one.finish_reason is not None or one.request_id in self._with_stop]
+        processed = engine.output_processor.process_outputs(decides)
+        engine.engine_core.abort_requests(processed.reqs_to_abort)  # a text has ended them; later tokens are removed
+        # the engine core does not look for stop texts: it reports a length if the last allowed token completes one
+        reasons = {one.request_id: one.outputs[0].finish_reason for one in processed.request_outputs}
+        ended: list[NewTokens] = []
+        for output in outputs:
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue  # cancelled
+            if output.new_token_ids:
+                running.ids += output.new_token_ids
+                running.log_probs += [candidates[0] for candidates in output.new_logprobs.logprobs.tolist()]
+            reason = reasons.get(str(running.number))
+            if reason is not None:
+                ended.append((running.number, running.ids, running.log_probs, "stop" if reason == "stop" else "length"))
+                self._forget(output.request_id)
+        return ended
+
+    def new_tokens(self) -> list[NewTokens]:
+        """The tokens of running requests since the last call."""
+        new: list[NewTokens] = []
+        for running in self._running.values():
+            if running.ids:
+                new.append((running.number, running.ids, running.log_probs, None))
+                running.ids, running.log_probs = [], []
+        return new
+
+    def _forget(self, own_id: str) -> None:
+        del self._running[own_id]
+        self._with_stop.discard(own_id)
+
+    def begin_update(self) -> None:
+        """Prepare for new weights, which `update` brings."""
+        self.llm.collective_rpc("init_weight_transfer_engine", args=(self._transfer,))
+        self.llm.collective_rpc("start_weight_update")
+
+    def update(self, bucket: dict[str, Any]) -> None:
+        """Load a bucket of new weights; see `VLLMRollout.load_weights`."""
+        self.llm.collective_rpc("update_weights", args=(bucket,))
+
+    def finish_update(self) -> None:
+        """Generate with the new weights from now on, and clear the prefix cache."""
+        self.llm.collective_rpc("finish_weight_update")
+        assert self.llm.reset_prefix_cache(), "a request is running: what old weights computed would be used again"
+
+    def forget_adapter(self, adapter: int | None) -> None:
+        """Remove an old adapter, by number, and clear the prefix cache; the next request names the new adapter."""
+        if adapter is not None:
+            self.llm.llm_engine.remove_lora(adapter)
+        assert self.llm.reset_prefix_cache(), "a request is running: what old weights computed would be used again"
+
+    def sleep(self, level: int) -> None:
+        """Free the cache, and the weights after a copy to host memory (level 1) or without one (level 2)."""
+        self.llm.sleep(level=level)
+
+    def wake(self, tags: list[str]) -> None:
+        """Undo `sleep` for the memory with these tags; requests run once all of it is back."""
+        self.llm.wake_up(tags=tags)
+
+
+if __name__ == "__main__":
+    from ratchet.rlhf.rollout import vllm_process
+
+    vllm_process.main()  # the module under its name: the parent sends methods of this `Engine`

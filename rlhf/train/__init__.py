@@ -1,0 +1,1 @@
+"""Train engines: models that are trained on one process or on many."""

@@ -1,0 +1,286 @@
+"""`engine: fsdp`: PyTorch's FSDP2 (`fully_shard`).
+
+Parameters, gradients and optimizer state are sharded over the ranks and gathered layer by layer when needed (arXiv
+2304.11277). With `shard_size`, groups of ranks each hold the whole state, sharded within the group (HSDP). With
+`tensor_parallel`, adjacent ranks form a team that computes the same trajectories: the matrices of attention and MLP are
+split over the team, by columns and then by rows (arXiv 1909.08053), as the model's own plan says, and the head by
+tokens of the vocabulary; FSDP then shards each part over the teams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from ratchet.rlhf.distributed import host_buffers, ranks
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.token_outputs import Head, VocabularyShare
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from ratchet.rlhf.weights.stored_state import Stored
+from ratchet.rlhf.weights.tensor_shards import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ratchet.rlhf.models.skeleton import Skeleton
+
+STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+WHOLE = "embedding_rowwise"
+"""Embeddings are not split over the team; FSDP shards them."""
+SUMMED = "replicated_with_grad_allreduce"
+"""Every member of the team has the parameter and applies it to its own heads, so gradients are summed over the team."""
+
+
+class FSDPEngine(TorchEngine):
+    """A train engine that uses FSDP2, optionally with tensor parallelism."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel | Skeleton,
+        head: Head,
+        *,
+        offload: bool = False,
+        tensor_parallel: int = 1,
+        shard_size: int | None = None,
+        reshard_after_forward: bool = True,
+        **options: Any,
+    ) -> None:
+        """Wrap and shard a model.
+
+        Args:
+            model: the model with float32 weights, or its skeleton.
+            head: outputs of the model.
+            offload: whether parameters and optimizer state are kept in host memory.
+            tensor_parallel: number of adjacent ranks that split each matrix.
+            shard_size: number of adjacent ranks that shard the state, teams included; each such group has all of it.
+                None: all ranks.
+            reshard_after_forward: whether a layer's gathered weights are freed after its forward pass. False: weights
+                are gathered, and gradients summed over ranks, once per mini-batch; both are whole until then.
+            options: see `ModelEngine`.
+
+        Raises:
+            UserError: the model does not support `tensor_parallel`.
+        """
+        self.offload = offload
+        self.team = tensor_parallel
+        self.shard_size = shard_size
+        self.reshard_after_forward = reshard_after_forward
+        super().__init__(model, head, tensor_parallel=tensor_parallel, **options)
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        groups: dict[bool, list[torch.nn.Parameter]] = {}  # a kernel cannot mix tensors of two meshes
+        for parameter in self.parameters.values():
+            groups.setdefault(_is_cut(parameter), []).append(parameter)
+        return self.optimizer_type.build(*groups.values())
+
+    def _round(self) -> None:
+        """FSDP rounds the weights when it gathers them."""
+
+    def _place(self) -> None:
+        ranks.initialized()
+        if not self.offload and self.model.device.type != "meta":
+            self.module.to(self.device)
+        on_gpu = self.device.type == "cuda"
+        compute = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        count = ranks.count()
+        size = count if self.shard_size is None else self.shard_size
+        assert count % size == 0 and size % self.team == 0
+        self.copies = count // size
+        """Number of ranks that hold the same shard."""
+        mesh = _mesh(self.device.type, self.copies, size // self.team, self.team)
+        self.is_first_copy = ranks.rank() < size
+        plan = self._cut(mesh["team"]) if self.team > 1 else {}
+        options: dict[str, Any] = {
+            "mesh": mesh["copies", "shards"] if self.copies > 1 else mesh["shards"],
+            # None: all but the root, whose weights the backward pass needs first
+            "reshard_after_forward": None if self.reshard_after_forward or not self.trainable else False,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.offload else OffloadPolicy(),
+        }
+        blocks = set(self.model._no_split_modules or ())
+        for module in self.model.modules():
+            if type(module).__name__ in blocks:
+                fully_shard(module, **options)
+        fully_shard(self.module, **options)
+        self.summed = [
+            parameter
+            for name, parameter in self.model.base_model.named_parameters()
+            if any(fnmatch(name, f"{pattern}.*") for pattern, style in plan.items() if style == SUMMED)
+        ]
+        self.members = mesh.get_group("team") if self.team > 1 else None
+        if self._sources:
+            self._give_memory()
+        self._accumulates = False
+        """Whether there are gradients that are not summed over the ranks yet."""
+
+    def _give_memory(self) -> None:
+        """Give memory to the shards, which are all that this rank will hold. On the host they are cut from slabs, so
+        that FSDP does not pin each by itself."""
+        shards = [tensor for tensor in (*self.module.parameters(), *self.module.buffers()) if tensor.is_meta]
+        on_host: dict[int, Tensor] = {}
+        if self.offload:
+            held = [shard for shard in shards if host_buffers.local_of(shard).numel()]
+            sizes = [host_buffers.local_of(shard).nbytes for shard in held]
+            buffers = host_buffers.cut(sizes, partial(host_buffers.host_memory, device=self.device))
+            on_host = {id(shard): parts[0] for shard, parts in zip(held, buffers, strict=True) if len(parts) == 1}
+
+        def placed(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor
+            if id(tensor) not in on_host:
+                return torch.empty_like(tensor, device="cpu" if self.offload else self.device)
+            shard = host_buffers.local_of(tensor)
+            memory = on_host[id(tensor)].view(shard.dtype).view(shard.shape)
+            if isinstance(tensor, DTensor):
+                return DTensor(memory, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[no-untyped-call]
+            return memory
+
+        self.module._apply(placed)  # type: ignore[no-untyped-call]
+
+    def _cut(self, team: DeviceMesh) -> dict[str, str]:
+        """Split the model over the team; returns the model's plan: styles by pattern of module names."""
+        config = self.model.config.get_text_config()
+        full_plan = (getattr(config, "base_model_tp_plan", None) or {}).items()
+        plan = {pattern: style for pattern, style in full_plan if style != WHOLE}
+        unknown = set(plan.values()) - {*STYLES, SUMMED}
+        if not plan or unknown:
+            raise UserError(
+                f"tensor_parallel: {type(self.model).__name__} has no supported plan"
+                + (f" (unknown styles: {', '.join(sorted(unknown))})" if unknown else "")
+                + ": remove tensor_parallel"
+            )
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if getattr(config, key) % self.team:
+                raise UserError(
+                    f"tensor_parallel is {self.team}, which does not divide the model's {key} {getattr(config, key)}"
+                )
+        styles = {pattern: STYLES[style]() for pattern, style in plan.items() if style in STYLES}
+        parallelize_module(self.model.base_model, team, styles)
+        if self.head == "policy":
+            self._cut_head(team)
+        return plan
+
+    def _cut_head(self, team: DeviceMesh) -> None:
+        """Split the head, and an embedding that is tied to it, by tokens of the vocabulary, if the team divides it."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        is_tied = head.weight is embedding.weight
+        # a subclass may scale its output, which the team still has to sum
+        if head.weight.shape[0] % self.team or (is_tied and type(embedding) is not torch.nn.Embedding):
+            return
+        parallelize_module(head, team, ColwiseParallel())
+        if is_tied:
+            parallelize_module(embedding, team, RowwiseParallel(input_layouts=Replicate()))
+            head.weight = embedding.weight
+        share = head.weight.to_local().shape[0]
+        self.module.vocabulary = VocabularyShare(team.get_group(), share * team.get_local_rank(), self.team)
+
+    def _free_copies(self) -> None:
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward pass the outermost parameters stay gathered
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        assert isinstance(self.module, FSDPModule)
+        self._accumulates = not last
+        self.module.set_requires_all_reduce(last)  # shards are summed over their copies once per mini-batch
+        if not self.reshard_after_forward:
+            self.module.set_requires_gradient_sync(last)
+            self.module.set_reshard_after_backward(last)
+        share = loss * (ranks.count() // self.team)  # FSDP averages over teams; losses must be summed
+        share.backward()  # type: ignore[no-untyped-call]
+
+    def _clip(self, limit: float) -> float:
+        if self.team == 1:
+            return super()._clip(limit)
+        for parameter in self.summed:
+            dist.all_reduce(_local(parameter.grad), group=self.members)
+        squares = torch.zeros((), device=self.device)
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                copies = self.copies * (1 if _is_cut(parameter.grad) else self.team)
+                squares += _local(parameter.grad).float().square().sum().to(self.device) / copies
+        norm = math.sqrt(float(ranks.summed(squares)))
+        if norm > limit:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    _local(parameter.grad).mul_(limit / norm)
+        return norm
+
+    def parts(self, kind: str, name: str) -> Iterator[Part]:
+        """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
+        tensor = self._held(kind, name)
+        is_first_member = ranks.rank() % self.team == 0
+        if self.is_first_copy and (_is_cut(tensor) or is_first_member):  # otherwise another rank yields the same
+            yield from _blocks(tensor)
+
+    def _fill(self, parameter: Tensor, stored: Stored) -> None:
+        for block in _blocks(parameter.detach()):
+            block.fill(stored)
+
+    def _reset_optimizer(self) -> None:
+        # an aborted update may have left gradients in FSDP, which only gives them up to a backward pass by all ranks
+        if self.trainable and ranks.largest(int(self._accumulates)):
+            token = torch.zeros(1, dtype=torch.long, device=self.device)
+            with torch.enable_grad():
+                [output] = self._call(token[None], None, token, token, 1.0, ()).values()
+                self._backward(0 * output.sum(), last=True)
+        super()._reset_optimizer()
+        for module in self.module.modules():  # gathered weights are not those that are loaded now
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        assert isinstance(tensor, DTensor)
+        return tensor.to(self.device).full_tensor()  # type: ignore[no-any-return, attr-defined]
+
+
+def _mesh(device_type: str, copies: int, shards: int, team: int) -> DeviceMesh:
+    """Lay out the ranks. Only `shards`, which FSDP always asks for, may be a dimension of size one; all ranks in one
+    dimension use the group that they have, and models of one layout use the same groups."""
+    sizes = {"copies": copies, "shards": shards, "team": team}
+    names = tuple(name for name, size in sizes.items() if size > 1 or name == "shards")
+    layout = torch.arange(ranks.count()).view([sizes[name] for name in names])
+    if len(names) == 1:
+        world = dist.group.WORLD
+        assert world is not None
+        return DeviceMesh.from_group(world, device_type, mesh_dim_names=names)
+    at = (layout == ranks.rank()).nonzero()[0].tolist()
+    groups = [
+        ranks.group(layout[(*at[:number], slice(None), *at[number + 1 :])].tolist(), name)
+        for number, name in enumerate(names)
+    ]
+    return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=names)
+
+
+def _blocks(tensor: Tensor) -> Iterator[Part]:
+    """Yield this rank's block of a tensor, unless it is empty."""
+    assert isinstance(tensor, DTensor)
+    block = tensor.to_local()
+    if block.numel():
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        yield Part.block(block, tensor.shape, offsets)
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    """Tell whether a tensor is split over the team."""
+    assert isinstance(tensor, DTensor)
+    names = tensor.device_mesh.mesh_dim_names
+    return names is not None and names[-1] == "team" and isinstance(tensor.placements[-1], Shard)
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()

@@ -1,0 +1,25 @@
+"""The learning rate as a pure function of the iteration."""
+
+import math
+
+from ratchet.rlhf.config import LRScheduleConfig
+
+
+def learning_rate(peak: float, schedule: LRScheduleConfig, iteration: int) -> float:
+    """Compute the learning rate: linear warm-up from ``peak / warmup`` to `peak`, then constant or decaying.
+
+    Args:
+        peak: learning rate after the warm-up.
+        schedule: the decay ends at ``min_ratio * peak``.
+        iteration: number of the iteration, from 0.
+
+    Returns:
+        The learning rate of the iteration.
+    """
+    if iteration < schedule.warmup_iterations:
+        return peak * (iteration + 1) / schedule.warmup_iterations
+    if schedule.type == "constant" or schedule.decay_iterations is None:
+        return peak
+    done = min((iteration - schedule.warmup_iterations) / schedule.decay_iterations, 1.0)
+    remaining = 1.0 - done if schedule.type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak * (schedule.min_ratio + (1.0 - schedule.min_ratio) * remaining)

@@ -1,0 +1,264 @@
+"""Splitting a batch into micro-batches within a token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+    from ratchet.rlhf.batch import TrajectoryBatch
+    from ratchet.rlhf.models.prefix_sharing import SharedPrompts
+    from ratchet.rlhf.models.segments import Segments
+
+MASKED = 2**26
+"""Largest size of the masks of shared prompts, in elements."""
+Layout = Literal["padded", "packed", "shared"]
+"""How a micro-batch holds its sequences, each a prompt and its response. padded: one per row, padded on the right.
+packed: one after the other in one row. shared: one row with each prompt once, then all responses."""
+
+
+def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -> list[np.ndarray]:
+    """Split rows into pieces within a token budget, longest rows first, so that memory peaks early rather than late.
+
+    Args:
+        lengths: length of each row in tokens, shape (rows,).
+        budget: maximum size of a piece in tokens; a longer row is a piece by itself.
+        packed: whether the size of a piece is the sum of its lengths; otherwise rows x longest, padding included.
+
+    Returns:
+        Row numbers of each piece.
+    """
+    pieces: list[np.ndarray] = []
+    order = np.argsort(-lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        rest = lengths[order[start:]]
+        fit = np.searchsorted(np.cumsum(rest), budget, side="right") if packed else budget // max(rest[0], 1)
+        size = max(1, int(fit))
+        pieces.append(order[start : start + size])
+        start += size
+    return pieces
+
+
+def deal(lengths: np.ndarray, budget: int, teams: int, *, packed: bool = False) -> list[list[np.ndarray]]:
+    """Deal rows to teams of ranks by length, and split each team's rows into pieces within a token budget.
+
+    The teams' numbers of tokens differ by at most the longest row. Every team gets the same number of pieces, because
+    the ranks of a sharded model compute in lockstep; a piece may be empty.
+
+    Args:
+        lengths: length of each row in tokens, shape (rows,).
+        budget: maximum size of a piece in tokens; a longer row is a piece by itself.
+        teams: number of teams.
+        packed: whether padding does not count towards the budget.
+
+    Returns:
+        Row numbers of each piece, by team.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    shares = [order[team::teams] for team in range(teams)]
+    by_team = [[rows[piece] for piece in by_token_budget(lengths[rows], budget, packed=packed)] for rows in shares]
+    most = max(len(team_pieces) for team_pieces in by_team)
+    return [team_pieces + [order[:0]] * (most - len(team_pieces)) for team_pieces in by_team]
+
+
+def in_rounds(sizes: np.ndarray, teams: int) -> list[np.ndarray]:
+    """Deal pieces to teams of ranks, which compute in lockstep: a round is a piece for each team. The pieces of a round
+    are about as large, so all rounds together take at most as long as the mean of the teams and the largest piece.
+
+    Args:
+        sizes: size of each piece in tokens, shape (pieces,).
+        teams: number of teams.
+
+    Returns:
+        Numbers of each team's pieces, largest first; some teams have one less than the others.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    return [order[team::teams] for team in range(teams)]
+
+
+def prompt_numbers(batch: TrajectoryBatch) -> np.ndarray:
+    """Number the prompts of a batch from 0, in the order of their first row; equal prompts have the same number.
+
+    Args:
+        batch: must have the column `prompt_ids`.
+
+    Returns:
+        Number of each row's prompt, shape (rows,).
+    """
+    ids, lengths = batch.flat("prompt_ids"), batch.lengths("prompt_ids")
+    numbers: dict[bytes, int] = {}
+    ends = np.cumsum(lengths)
+    prompts = (ids[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True))
+    return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
+
+
+def by_prompt(
+    prompt_of: np.ndarray, prompts: np.ndarray, responses: np.ndarray, limit: int, teams: int = 1
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Group rows by prompt; the rows of a prompt that exceed the limit are several groups, and so are those that exceed
+    a team's share, because other teams would be idle.
+
+    Args:
+        prompt_of: number of each row's prompt, shape (rows,).
+        prompts: length of each row's prompt in tokens, shape (rows,).
+        responses: number of tokens of each row after its prompt, shape (rows,).
+        limit: maximum size of a group in tokens, which count a prompt once; a larger row is a group by itself.
+        teams: number of teams that the groups are dealt to.
+
+    Returns:
+        Row numbers of each group, and the sizes of the groups in tokens, shape (groups,).
+    """
+    groups, sizes = _within_limit(prompt_of, prompts, responses, limit)
+    if teams == 1:
+        return groups, sizes
+    share = int(sizes.sum()) // teams + int(prompts.max(initial=0))
+    return _within_limit(prompt_of, prompts, responses, min(limit, share))
+
+
+def _within_limit(
+    prompt_of: np.ndarray, prompts: np.ndarray, responses: np.ndarray, limit: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    order = np.argsort(prompt_of, kind="stable")
+    groups: list[list[int]] = []
+    sizes: list[int] = []
+    last = -1
+    for row in order.tolist():
+        if prompt_of[row] != last or sizes[-1] + responses[row] > limit:
+            groups.append([])
+            sizes.append(int(prompts[row]))
+        groups[-1].append(row)
+        sizes[-1] += int(responses[row])
+        last = prompt_of[row]
+    return [np.array(group) for group in groups], np.array(sizes, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a team computes at once."""
+
+    rows: np.ndarray
+    """Row numbers in the batch; none in a piece that only keeps the team in step."""
+    size: int
+    """Tokens, padding included."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences of a prompt and its response, without the last token of the response, which predicts nothing.
+
+    With causal attention no token sees the padding to its right, so no attention mask is needed. Packed sequences are
+    distinguished by their positions, which restart with each sequence.
+    """
+
+    rows: np.ndarray
+    """Row numbers in the batch."""
+    input_ids: Int[Tensor, "sequences time"]
+    position_ids: Int[Tensor, "sequences time"] | None
+    """None: counted from the left."""
+    at: Int[Tensor, " tokens"]
+    """For each response token, the index in the flattened `input_ids` of the position that predicts it."""
+    targets: Int[Tensor, " tokens"]
+    """The response tokens, row after row."""
+    response_lengths: np.ndarray
+    """Number of response tokens of each row."""
+    copies: Int[Tensor, "sequences time"]
+    """Number of sequences that each token is part of: 0 for padding, several for a shared prompt."""
+    shared: SharedPrompts | Segments | None = None
+    """How the tokens of a row of several sequences attend to each other; None: padded."""
+
+    @classmethod
+    def of(
+        cls,
+        batch: TrajectoryBatch,
+        rows: Sequence[int] | np.ndarray,
+        layout: Layout = "padded",
+        *,
+        varlen: bool = False,
+    ) -> MicroBatch:
+        """Build a micro-batch.
+
+        Args:
+            batch: must have the columns `prompt_ids` and `response_ids`.
+            rows: rows of the batch.
+            layout: how the sequences are held.
+            varlen: whether shared prompts are described by `Segments`, however short they are.
+
+        Returns:
+            The micro-batch, on the CPU.
+        """
+        import torch
+
+        from ratchet.rlhf.models.prefix_sharing import SharedPrompts
+        from ratchet.rlhf.models.segments import Segments
+
+        part = batch.take(rows)
+        prompts, responses = part.lengths("prompt_ids"), part.lengths("response_ids")
+        response_ids = part.flat("response_ids").astype(np.int64)
+        within = _within(responses)
+        read = np.maximum(responses - 1, 0)
+        is_read = within < np.repeat(read, responses)
+        positions: np.ndarray | None = None
+        shared: SharedPrompts | Segments | None = None
+        if layout == "shared":
+            numbers = prompt_numbers(part)
+            _, first = np.unique(numbers, return_index=True)
+            unique, once = prompts[first], part.take(first).flat("prompt_ids")
+            # the masks of `SharedPrompts` grow with the square of a response
+            by_piece = varlen or int((read * (prompts + read)).sum()) > MASKED
+            shared = (Segments if by_piece else SharedPrompts).of(unique, read, numbers)
+            input_ids = np.concatenate([once, response_ids[is_read]])[None]
+            copies = np.concatenate([np.repeat(np.bincount(numbers), unique), np.ones(int(read.sum()), np.int64)])[None]
+            positions = np.concatenate([_within(unique), _within(read) + np.repeat(prompts, read)])[None]
+            ends, starts = np.cumsum(unique)[numbers], len(once) + np.cumsum(read) - read
+            at = np.where(within == 0, np.repeat(ends, responses), np.repeat(starts, responses) + within) - 1
+        else:
+            total = prompts + read
+            width = int(total.max())
+            time = np.arange(width)[None, :]
+            real, is_prompt = time < total[:, None], time < prompts[:, None]
+            input_ids = np.zeros((len(part), width), dtype=np.int64)
+            input_ids[is_prompt] = part.flat("prompt_ids")
+            input_ids[real & ~is_prompt] = response_ids[is_read]
+            starts = np.cumsum(total) - total if layout == "packed" else np.arange(len(part)) * width
+            at = np.repeat(starts + prompts - 1, responses) + within
+            copies = real.astype(np.int64)
+            if layout == "packed":
+                input_ids, copies = input_ids[real][None], copies[real][None]
+                positions = np.broadcast_to(time, real.shape)[real][None]
+                shared = Segments.of_sequences(total)
+        return cls(
+            rows=np.asarray(rows),
+            input_ids=torch.from_numpy(input_ids.astype(np.int64)),
+            position_ids=None if positions is None else torch.from_numpy(positions),
+            at=torch.from_numpy(at),
+            targets=torch.from_numpy(response_ids),
+            response_lengths=responses,
+            copies=torch.from_numpy(copies),
+            shared=shared,
+        )
+
+    @property
+    def horizon(self) -> int:
+        """Length of the longest response, in tokens."""
+        return int(self.response_lengths.max(initial=0))
+
+    def padded(self, per_token: Float[Tensor, " tokens"]) -> Float[Tensor, "micro response"]:
+        """Pad values of the response tokens, shape (tokens,), with 0 to shape (micro-batch, response)."""
+        import torch
+
+        lengths = torch.from_numpy(self.response_lengths).to(per_token.device)
+        real = torch.arange(self.horizon, device=per_token.device)[None, :] < lengths[:, None]
+        return per_token.new_zeros(real.shape).masked_scatter(real, per_token)
+
+
+def _within(lengths: np.ndarray) -> np.ndarray:
+    """Count from 0 within each of the given lengths; shape (sum of the lengths,)."""
+    starts = np.cumsum(lengths) - lengths
+    return np.asarray(np.arange(int(lengths.sum())) - np.repeat(starts, lengths))

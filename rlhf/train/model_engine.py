@@ -1,0 +1,699 @@
+"""The base of all train engines: computes outputs and gradients of a batch, and saves and loads the state.
+
+An engine defines where tensors are stored, how a loss is backpropagated and how a step is taken. Everything here is
+SPMD: each rank gets the whole batch, computes its share, and returns the whole result.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ratchet.rlhf.algorithms.masked import LossNormalizers
+from ratchet.rlhf.algorithms.optimizers import AdamW, Optimizer
+from ratchet.rlhf.batch import TrajectoryBatch, ragged
+from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed.host_buffers import HostBuffers, release_memory
+from ratchet.rlhf.errors import NotFinite
+from ratchet.rlhf.models import activation_checkpointing, config_json, lora, prefix_sharing
+from ratchet.rlhf.models.activation_checkpointing import Checkpointing
+from ratchet.rlhf.models.hub_layout import hub_layout, hub_weights, split
+from ratchet.rlhf.models.kernels import Kernels
+from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
+from ratchet.rlhf.models.sequence_parallel import Team
+from ratchet.rlhf.models.skeleton import Skeleton
+from ratchet.rlhf.models.token_outputs import Head, TokenOutputs
+from ratchet.rlhf.train.engine import InferenceEngine, OptimizerPlan
+from ratchet.rlhf.train.micro_batches import (
+    Layout,
+    MicroBatch,
+    Piece,
+    by_prompt,
+    by_token_budget,
+    deal,
+    in_rounds,
+    prompt_numbers,
+)
+from ratchet.rlhf.train.performance import TrainingFlops
+from ratchet.rlhf.weights import state_digest
+from ratchet.rlhf.weights.stored_state import Held, Stored, StoredState, StoredTensor, TensorFile
+from ratchet.rlhf.weights.tensor_shards import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ratchet.rlhf.algorithms.objectives import Objective
+
+Dtype = Literal["float32", "bfloat16"]
+LossOf = Callable[[int, "dict[str, Tensor]"], "Tensor"]
+"""Computes the loss of a micro-batch, of which the number and the outputs are given."""
+WORTH_SHARING = 0.95
+"""Prompts are shared if the size of the micro-batches is then at most this share of their size with padding."""
+KEYS_PER_TOKEN = 8
+"""Tokens whose keys and values in attention take the memory of one token in all layers, roughly."""
+
+
+class ModelEngine(InferenceEngine, ABC):
+    """A model with its optimizer.
+
+    The optimizer's weights and state, which are saved, are float32; with bfloat16 the model computes with rounded
+    weights, which are all that a model has that is not trained.
+    """
+
+    outputs_type: ClassVar[type[TokenOutputs]] = TokenOutputs
+    """What computes outputs from the model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel | Skeleton,
+        head: Head,
+        *,
+        dtype: Dtype = "float32",
+        trainable: bool = True,
+        gradient_checkpointing: Checkpointing | None = False,
+        kernels: Kernels = "torch",
+        packing: bool | None = None,
+        share_prompts: bool = True,
+        sequence_parallel: int = 1,
+        tensor_parallel: int = 1,
+        optimizer: Optimizer = AdamW(),  # noqa: B008  (it is frozen)
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: the model with float32 weights, or its skeleton, of which each rank reads what it holds.
+            head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
+            dtype: type of the computation.
+            trainable: whether the model is trained; False for a reference.
+            gradient_checkpointing: whether to recompute activations in the backward pass to save memory: all of them,
+                or a selection; None: a selection on a GPU.
+            kernels: what computes the layers; see `ratchet.rlhf.models.kernels`.
+            packing: whether to pack sequences one after the other instead of padding them; None: where attention has
+                a kernel for it (in bfloat16 on a GPU).
+            share_prompts: whether to compute a prompt once for all its responses in a micro-batch, where the model
+                supports it.
+            sequence_parallel: number of adjacent ranks that split each sequence.
+            tensor_parallel: number of adjacent ranks that split each matrix.
+            optimizer: type and options of the optimizer.
+
+        Raises:
+            UserError: the model does not support `packing`, `sequence_parallel`, or its log-probs would be wrong.
+        """
+        skeleton = Skeleton.of(model)
+        model, self._sources = skeleton.model, skeleton.sources
+        skeleton.read_buffers()
+        self.layout = hub_layout(model)
+        """The tensors in a checkpoint, by parameter or buffer; see `hub_layout`."""
+        team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
+        varlen = prefix_sharing.has_kernel(model, ranks.device(), getattr(torch, dtype))
+        self.module = self.outputs_type(
+            model, head, team=team, packing=bool(packing), share_prompts=share_prompts, varlen=varlen
+        )
+        self.module.use(kernels)
+        self.model = model
+        """The model inside `module`; in engines that shard it, its tensors are not whole."""
+        self.head, self.dtype, self.trainable = head, dtype, trainable
+        self.packing = self.module.varlen if packing is None else packing
+        sharing = sequence_parallel * tensor_parallel
+        self.share = ranks.Share.of(sharing)
+        self.counts = ranks.rank() % sharing == 0
+        """Whether this rank contributes the results of its part: one does, of those that compute the same part."""
+        self.device = ranks.device()
+        self.weights_buffers, self.optimizer_buffers = HostBuffers(self.device), HostBuffers(self.device)
+        self.optimizer_type = type(optimizer)
+        self.steps = 0
+        """Optimizer steps taken so far."""
+        kept = activation_checkpointing.chosen(gradient_checkpointing, self.device) if trainable else False
+        model.train(bool(kept))  # only affects checkpointing: the models have no dropout
+        if kept:
+            activation_checkpointing.enable(model, kept)
+        if not trainable:
+            model.requires_grad_(False)
+        self._flops = TrainingFlops.of(model)
+        self.is_cast = not trainable and model.dtype == torch.bfloat16
+        """Whether the weights have the type of the computation."""
+
+    # Defined by each engine.
+
+    parameters: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
+
+    @abstractmethod
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of a loss to those of the mini-batch; gradients are summed over ranks, not averaged.
+
+        Args:
+            loss: this rank's loss of a micro-batch, a scalar.
+            last: whether this is the last micro-batch of the mini-batch.
+        """
+
+    @abstractmethod
+    def _step(self, plan: OptimizerPlan) -> float:
+        """Clip the gradients, take the step and clear the gradients; returns the norm of the gradient before clipping.
+
+        Raises:
+            NotFinite: the norm is not finite; the state must be loaded again.
+        """
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the trainable parameters by name (only adapters, if there are any); all if the model is not trained.
+
+        Call this after the engine has sharded the module, which may replace its parameters.
+        """
+        named = self.model.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad or not self.trainable}
+
+    def _read(self) -> None:
+        """Read the weights of a skeleton. Call this after the engine has sharded the module and given it memory."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in self._sources:
+                    self._fill(parameter, self._sources[name])
+        self._sources = {}
+
+    @abstractmethod
+    def _fill(self, parameter: torch.nn.Parameter, stored: Stored) -> None:
+        """Read what this rank holds of a parameter."""
+
+    def names(self) -> list[str]:
+        """Return the sorted names of `parameters`, which are the same on every rank."""
+        return sorted(self.parameters)
+
+    @abstractmethod
+    def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Gather a parameter or its optimizer state; all ranks must make the same call.
+
+        Args:
+            kind: `model`, or the name of an optimizer state (`Optimizer.state`).
+            name: name of the parameter.
+            dtype: type in which ranks exchange their parts.
+
+        Returns:
+            The whole tensor, of type `dtype`, on the device, or in host memory if it is there.
+        """
+
+    @abstractmethod
+    def parts(self, kind: str, name: str) -> Iterator[Part]:
+        """Yield what this rank holds of a parameter or its optimizer state; no element is yielded by two ranks.
+
+        Args:
+            kind: `model`, or the name of an optimizer state (`Optimizer.state`).
+            name: name of the parameter.
+        """
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole parameter."""
+
+    @abstractmethod
+    def _load(self, kind: str, name: str, stored: Stored) -> None:
+        """Replace a parameter or its optimizer state; all ranks must make the same call.
+
+        Args:
+            kind: `model`, or the name of an optimizer state (`Optimizer.state`).
+            name: name of the parameter.
+            stored: the whole tensor, float32.
+        """
+
+    @abstractmethod
+    def _reset_optimizer(self) -> None:
+        """Clear the optimizer state, and the gradients that an aborted update may have left."""
+
+    def _call(self, *inputs: Any) -> dict[str, Tensor]:
+        return self.module(*inputs)  # type: ignore[no-any-return]
+
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """Move state to the device or to host memory, to make room for a model of this or another process.
+
+        Computing and loading require the weights on the device, and training all state. The state can be read
+        (`weights`, `digest`, `state`) where it is.
+
+        Args:
+            model: whether the weights stay on the device.
+            optimizer: whether the optimizer state stays on the device.
+        """
+        if model:
+            self.weights_buffers.give_back()
+        if optimizer:
+            self.optimizer_buffers.give_back()
+        has_freed = False
+        if not optimizer:
+            for parameter in self.parameters.values():
+                parameter.grad = None  # an update that failed may have left it
+            has_freed |= self.optimizer_buffers.take(self._optimizer_tensors())
+        if not model:
+            self._free_copies()
+            has_freed |= self.weights_buffers.take((*self.module.parameters(), *self.module.buffers()))
+        if has_freed:
+            release_memory(self.device)
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of the optimizer, except the parameters of the model."""
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            yield from state.values()
+
+    def _free_copies(self) -> None:
+        """Free what the device holds in addition to the weights, and can be computed from them."""
+
+    # Computing.
+
+    def infer_each(
+        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> list[dict[str, pa.Array]]:
+        """Compute per-token outputs of several batches; see `InferenceEngine.infer_each`.
+
+        Rounding depends on the rows of a micro-batch, so none has rows of two batches: only the micro-batches are dealt
+        to the ranks together.
+        """
+        names = tuple(outputs)
+        lengths = [batch.lengths("response_ids") for batch in batches]
+        starts = [np.concatenate([[0], np.cumsum(of_batch)]) for of_batch in lengths]
+        flat = [{name: np.zeros(of_batch[-1], dtype=np.float32) for name in names} for of_batch in starts]
+        micro_batches = self._dealt(batches, micro_batch_tokens)
+        computed = self._outputs([micro for *_, micro in micro_batches], names, temperature)
+        for (number, rows, _), values_by_name in zip(micro_batches, computed, strict=True):
+            begin, end = starts[number][:-1], starts[number][1:]
+            where = np.concatenate([np.arange(begin[row], end[row]) for row in rows] or [np.arange(0)])
+            for name in names:
+                flat[number][name][where] = values_by_name[name].cpu().numpy()[: len(where)] if self.counts else 0
+        return [
+            {name: ragged(self._from_all(values), of_batch) for name, values in by_name.items()}
+            for by_name, of_batch in zip(flat, lengths, strict=True)
+        ]
+
+    def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
+        """Take the optimizer steps of the plan; see `TrainEngine.update`."""
+        assert self.trainable, "a reference is never updated"
+        assert not self.optimizer_buffers.in_use, "the optimizer state is not on the device"
+        if not plan.mini_batches:
+            return {}
+        sums: dict[str, float] = {}
+        for rows in plan.mini_batches:
+            for name, value in self._mini_batch(batch.take(rows), objective, plan).items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {name: value / len(plan.mini_batches) for name, value in sums.items()}
+
+    def update_flops(self, batch: TrajectoryBatch, plan: OptimizerPlan) -> float:
+        """FLOPs of the plan's optimizer steps over all ranks; see `TrainEngine.update_flops`."""
+        rows = np.array([row for mini_batch in plan.mini_batches for row in mini_batch], dtype=np.int64)
+        return self._flops(batch.lengths("prompt_ids")[rows], batch.lengths("response_ids")[rows])
+
+    def _mini_batch(self, mini_batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
+        """Take one optimizer step with the gradient of the whole mini-batch; returns the metrics by name."""
+        normalizers = LossNormalizers.of(mini_batch.padded("loss_mask"))
+        micro_batches = list(self._micro_batches(mini_batch, plan.micro_batch_tokens, objective.together))
+        columns = {name: mini_batch.padded(name).float().to(self.device) for name in objective.columns}
+        if objective.selection is not None:
+            whole = self._whole(micro_batches, objective, plan, normalizers)
+            columns["selected"] = objective.selection(whole, columns)
+        router = self.module.router_loss
+        tokens = int((mini_batch.lengths("prompt_ids") + np.maximum(mini_batch.lengths("response_ids") - 1, 0)).sum())
+        sums: dict[str, Tensor] = {}
+
+        def loss_of(number: int, outputs: dict[str, Tensor]) -> Tensor:
+            rows, micro = micro_batches[number]
+            part = {name: column[micro.rows, : micro.horizon] for name, column in columns.items()}
+            balance = outputs.pop(ROUTER_LOSS, None)
+            loss, metrics = objective(
+                {name: micro.padded(values) for name, values in outputs.items()}, part, normalizers
+            )
+            if router is not None and balance is not None:
+                balance = balance * (int(micro.copies.sum()) / tokens)
+                loss, metrics = loss + router.coefficient * balance, {**metrics, f"actor/{ROUTER_LOSS}": balance}
+            for name, value in metrics.items():
+                sums.setdefault(name, torch.zeros((), device=self.device)).add_(
+                    value.detach() if len(rows) and self.counts else 0
+                )
+            return loss if len(rows) else 0 * loss
+
+        self._accumulate(
+            [micro for _, micro in micro_batches],
+            objective.outputs,
+            plan.temperature,
+            loss_of,
+            with_router=router is not None,
+        )
+        norm = self._step(plan)
+        self.steps += 1
+        prefix = {"policy": "actor", "value": "critic", "reward": "reward"}[self.head]
+        return self._summed(sums) | {f"{prefix}/grad_norm": norm}
+
+    def _accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        names: tuple[str, ...],
+        temperature: float,
+        loss_of: LossOf,
+        *,
+        with_router: bool,
+    ) -> None:
+        """Compute the gradient of a mini-batch.
+
+        Args:
+            micro_batches: this rank's share of it.
+            names: outputs of the model that the loss is computed from.
+            temperature: divisor of the logits.
+            loss_of: computes the loss of each micro-batch.
+            with_router: whether the loss needs the router's auxiliary loss.
+        """
+        for number, micro in enumerate(micro_batches):
+            outputs = self._forward(micro, names, temperature, with_router=with_router)
+            self._backward(loss_of(number, outputs), last=number == len(micro_batches) - 1)
+
+    def _outputs(
+        self, micro_batches: Sequence[MicroBatch], names: tuple[str, ...], temperature: float
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the outputs of micro-batches, without gradients."""
+        for micro in micro_batches:
+            with torch.no_grad():
+                yield self._forward(micro, names, temperature)
+
+    def _summed(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Sum metrics over the ranks."""
+        return {name: ranks.summed(value).item() for name, value in sums.items()}
+
+    def _whole(
+        self,
+        micro_batches: list[tuple[np.ndarray, MicroBatch]],
+        objective: Objective,
+        plan: OptimizerPlan,
+        normalizers: LossNormalizers,
+    ) -> dict[str, Tensor]:
+        """Compute the model's outputs for the whole mini-batch, without gradients, shape (batch, response)."""
+        local_rows = sum(len(rows) for rows, _ in micro_batches) if self.counts else 0
+        total_rows = int(ranks.summed(torch.tensor(local_rows, device=self.device)))
+        whole = {name: torch.zeros((total_rows, normalizers.horizon), device=self.device) for name in objective.outputs}
+        computed = self._outputs([micro for _, micro in micro_batches], objective.outputs, plan.temperature)
+        for (rows, micro), outputs in zip(micro_batches, computed, strict=True):
+            for name, values in outputs.items():
+                whole[name][rows, : micro.horizon] = micro.padded(values)[: len(rows)] if self.counts else 0
+        return {name: ranks.summed(values) for name, values in whole.items()}
+
+    def _dealt(self, batches: Sequence[TrajectoryBatch], budget: int) -> list[tuple[int, np.ndarray, MicroBatch]]:
+        """Split batches into micro-batches, and deal these to the ranks.
+
+        Returns:
+            Number of the batch, rows and micro-batch of each that this rank computes. One without rows repeats another,
+            to stay in step with the other ranks; its result is discarded.
+        """
+        split = [self._split(batch, budget) for batch in batches]
+        pieces = [
+            (number, piece)
+            for number, (_, by_team) in enumerate(split)
+            for piece in chain.from_iterable(by_team)
+            if len(piece.rows)
+        ]
+        by_team = in_rounds(np.array([piece.size for _, piece in pieces], dtype=np.int64), self.share.shares)
+        own = [(pieces[index], True) for index in by_team[self.share.number]]
+        if len(own) < len(by_team[0]):
+            own.append((pieces[by_team[0][-1]], False))
+        return [
+            (
+                number,
+                piece.rows if counts else piece.rows[:0],
+                self._micro_batch(batches[number], piece, split[number][0]),
+            )
+            for (number, piece), counts in own
+        ]
+
+    def _micro_batches(
+        self, batch: TrajectoryBatch, budget: int, together: int = 1
+    ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+        """Split this rank's share of a batch into micro-batches; yields their rows and the micro-batches.
+
+        `together` consecutive rows stay in the same micro-batch. A piece without rows repeats another, to stay in step
+        with the other ranks; its result is discarded.
+        """
+        layout, by_team = self._split(batch, budget, together)
+        pieces = [piece for piece in chain.from_iterable(by_team) if len(piece.rows)]
+        for piece in by_team[self.share.number]:
+            computed = piece if len(piece.rows) else min(pieces, key=lambda piece: piece.size)
+            yield piece.rows, self._micro_batch(batch, computed, layout)
+
+    def _micro_batch(self, batch: TrajectoryBatch, piece: Piece, layout: Layout) -> MicroBatch:
+        return MicroBatch.of(batch, piece.rows, layout, varlen=self.module.varlen)
+
+    def _split(self, batch: TrajectoryBatch, budget: int, together: int = 1) -> tuple[Layout, list[list[Piece]]]:
+        """Choose the layout of a batch's micro-batches, and their rows by team; the same on every rank."""
+        prompts, responses = batch.lengths("prompt_ids"), np.maximum(batch.lengths("response_ids") - 1, 0)
+        lengths = (prompts + responses).reshape(-1, together)
+        layout: Layout = "packed" if self.packing else "padded"
+        sizes = lengths.sum(1) if self.packing else together * lengths.max(1)
+        groups = list(np.arange(len(batch)).reshape(-1, together))
+        if self.module.shares_prompts and together == 1:
+            prompt_of = prompt_numbers(batch)
+            read = responses + prompts // KEYS_PER_TOKEN  # attention copies a prompt's keys for each response
+            shared = by_prompt(prompt_of, prompts, read, budget, self.share.shares)
+            padded = sum(len(rows) * sizes[rows].max() for rows in by_token_budget(sizes, budget))
+            repeats = len(np.unique(prompt_of)) < len(batch)
+            if self.module.varlen:  # then packing needs no shared prompts
+                is_shared = repeats and shared[1].sum() <= WORTH_SHARING * (sizes.sum() if self.packing else padded)
+            else:
+                # on a GPU, whole sequences without padding would need a mask, and so a slower kernel
+                may_share = repeats or self.packing or self.device.type == "cpu"
+                is_shared = may_share and (self.packing or shared[1].sum() <= WORTH_SHARING * padded)
+            if is_shared:
+                layout, (groups, sizes) = "shared", shared
+        is_packed = layout != "padded"
+
+        def piece(chosen: np.ndarray) -> Piece:
+            rows = np.concatenate([groups[number] for number in chosen] or [np.arange(0)])
+            size = sizes[chosen].sum() if is_packed else len(chosen) * sizes[chosen].max(initial=0)
+            return Piece(rows, int(size))
+
+        by_team = deal(sizes, budget, self.share.shares, packed=is_packed)
+        return layout, [[piece(chosen) for chosen in pieces] for pieces in by_team]
+
+    def _forward(
+        self, micro: MicroBatch, outputs: Iterable[str], temperature: float, *, with_router: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute outputs by name, shape (response tokens of the micro-batch,).
+
+        They include the scalar `router_aux_loss` if it is asked for by `with_router`.
+        """
+        assert not self.weights_buffers.in_use, "the weights are not on the device"
+        positions = None if micro.position_ids is None else micro.position_ids.to(self.device)
+        input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
+        shared = None if micro.shared is None else micro.shared.to(self.device)
+        copies = micro.copies.to(self.device) if with_router else None
+        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared, copies)
+
+    def _from_all(self, values: np.ndarray) -> np.ndarray:
+        """Combine the values of all ranks; each rank has filled in its own rows and left the others 0."""
+        if ranks.count() == 1:
+            return values
+        return ranks.summed(torch.from_numpy(values).to(self.device)).cpu().numpy()
+
+    @property
+    def output_layer(self) -> torch.nn.Module:
+        """The module that computes logits."""
+        return self.model.get_output_embeddings()  # type: ignore[no-any-return]
+
+    # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which writes it.
+
+    def digest(self) -> str:
+        """Compute the digest of weights and optimizer state, which does not depend on their layout."""
+        tensors = [(kind, name) for kind in self._kinds() for name in self.names()]
+        parts = {f"{kind}.{name}": self.parts(kind, name) for kind, name in tensors}
+        shapes = {f"{kind}.{name}": self.shape(name) for kind, name in tensors}
+        buffers = {name: _sha256(buffer) for name, buffer in self._buffers().items()}
+        return state_digest.of_parts(parts, shapes, json.dumps([self.steps, buffers], sort_keys=True))
+
+    def state(self) -> dict[str, bytes]:
+        """Return this rank's files by name: its share of the tensors, in the layout that `from_pretrained` reads.
+
+        Adapters are written in the layout of PEFT, which allows a single file: rank 0 writes it.
+        """
+        adapted, count = lora.has(self.model), ranks.count()
+        part = "" if count == 1 else f"-{ranks.rank() + 1:05d}-of-{count:05d}"
+        weights_file = "adapter_model.safetensors" if adapted else f"model{part}.safetensors"
+        owners = self._owners()
+        own = [tensor for tensor, owner in owners.items() if owner == ranks.rank()]
+        own_buffers = self._buffers() if ranks.rank() == 0 else {}
+        types = {name: torch.float32 for kind, name in own if kind == "model"}
+        types |= {name: buffer.dtype for name, buffer in own_buffers.items()}
+        shapes = {tensor.name: (dtype, tensor.shape) for name, dtype in types.items() for tensor in self.layout[name]}
+        weights = TensorFile(shapes)
+        moments = TensorFile(
+            {f"{kind}.{name}": (torch.float32, self.shape(name)) for kind, name in own if kind != "model"}
+        )
+        for (kind, name), owner in owners.items():
+            whole = self.get(kind, name)
+            if owner == ranks.rank():
+                (weights if kind == "model" else moments).write(whole)
+            del whole  # before the next one is gathered
+        for buffer in own_buffers.values():
+            weights.write(buffer)
+        files = {f"optimizer{part}.safetensors": moments.content()}
+        if shapes or not adapted:
+            files[weights_file] = weights.content()
+        files_of = ranks.gathered(dict.fromkeys(shapes, weights_file))
+        if ranks.rank() == 0:
+            name = "adapter_config.json" if adapted else "config.json"
+            files[name] = lora.config_json(self.model) if adapted else config_json(self.model)
+            files["state.json"] = json.dumps({"format": 2, "head": self.head, "steps": self.steps}).encode()
+            if count > 1 and not adapted:
+                index = {"metadata": {}, "weight_map": {name: file for part in files_of for name, file in part.items()}}
+                files["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
+        return files
+
+    def load_state(self, stored: StoredState) -> None:
+        """Load the state; each rank reads what it holds.
+
+        Args:
+            stored: the files of all ranks that wrote the state; their number may differ from the ranks now.
+        """
+        names, buffers = self.names(), self._buffers()
+        weights = self._stored(stored)
+        state = stored.file("state.json")
+        assert state is not None
+        assert not self.weights_buffers.in_use, "the weights are not on the device"
+        assert not self.optimizer_buffers.in_use, "the optimizer state is not on the device"
+        self._reset_optimizer()
+        with torch.no_grad():
+            for name in names:
+                self._load("model", name, weights[name])
+            for name, buffer in buffers.items():
+                buffer.copy_(weights[name].whole())
+            self.steps = json.loads(state)["steps"]
+            if self.steps:
+                moments = stored.moments
+                for kind in self.optimizer_type.state:
+                    for name in names:
+                        self._load(kind, name, moments[f"{kind}.{name}"])
+
+    def follow(self, other: ModelEngine, share: float) -> None:
+        """Move the weights a share of the way to another engine's: w + share (other - w), computed in float32.
+
+        Args:
+            other: an engine of the same model, on the same ranks; all of them must make the same call.
+            share: 1: copy the weights.
+        """
+        assert not self.trainable, "an optimizer would not know"
+        assert not self.weights_buffers.in_use, "the weights are not on the device"
+        buffers = other._buffers()
+        with torch.no_grad():
+            for name in self.names():  # one tensor at a time is whole
+                weights = other.get("model", name)
+                if share < 1:
+                    own = self.get("model", name)
+                    weights = own.lerp(weights.to(own.device), share)
+                self._load("model", name, Held(weights))
+            for name, buffer in self._buffers().items():
+                buffer.copy_(buffers[name])
+
+    def _stored(self, stored: StoredState) -> dict[str, StoredTensor]:
+        """The stored parameters and buffers, by their names in the model."""
+        shapes = {name: self.shape(name) for name in self.names()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in self._buffers().items()}
+        unread, weights = dict(stored.weights), {}
+        for name, shape in shapes.items():
+            keys = [tensor.name for tensor in self.layout[name]]
+            if not unread.keys() >= set(keys):
+                keys = [name]  # older releases wrote the model's own names and shapes
+            assert unread.keys() >= set(keys), f"not a checkpoint of this model: it lacks {keys[0]}"
+            weights[name] = StoredTensor.joined([unread.pop(key) for key in keys], shape)
+        assert not unread, f"not a checkpoint of this model: it has {', '.join(unread)}"
+        return weights
+
+    def weights(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's tensors under their names in a checkpoint, whole, on every rank; all ranks must iterate.
+
+        Args:
+            dtype: type of the parameters.
+        """
+        for name in self.names():
+            yield from split(self.get("model", name, dtype).detach(), self.layout[name])
+        for name, buffer in self._buffers().items():
+            yield from split(buffer, self.layout[name])
+
+    @property
+    def adapter_config(self) -> bytes | None:
+        """PEFT's config as JSON; None if the model has no adapters."""
+        return lora.config_json(self.model) if lora.has(self.model) else None
+
+    def _owners(self) -> dict[tuple[str, str], int]:
+        """The rank that writes each tensor, by kind and name; all ranks write about the same number of elements."""
+        written = [0] * ranks.count()
+        owners: dict[tuple[str, str], int] = {}
+        sizes = {name: torch.Size(self.shape(name)).numel() for name in self.names()}
+        for kind in self._kinds():
+            for name in sorted(sizes, key=lambda name: -sizes[name]):
+                owner = 0 if kind == "model" and lora.has(self.model) else written.index(min(written))
+                written[owner] += sizes[name]
+                owners[kind, name] = owner
+        return owners
+
+    def _kinds(self) -> tuple[str, ...]:
+        """The kinds of tensors that the state has."""
+        return ("model", *(self.optimizer_type.state if self.trainable and self.steps else ()))
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that a checkpoint contains (not derived ones, such as rotary frequencies)."""
+        if lora.has(self.model):
+            return {}
+        names = self.model.state_dict().keys() - set(self.names())
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in names}
+        return {name: self.weights_buffers.readable(buffer) for name, buffer in buffers.items()}
+
+
+class WithoutAdapters(InferenceEngine):
+    """The reference of a LoRA actor: the actor with its adapters off, which takes no extra memory."""
+
+    def __init__(self, actor: ModelEngine) -> None:
+        """Wrap an actor that has adapters."""
+        self.actor = actor
+
+    def infer_each(
+        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+    ) -> list[dict[str, pa.Array]]:
+        """Compute per-token outputs of the base model; see `InferenceEngine.infer_each`."""
+        infer_each = self.actor.infer_each
+        with lora.off(self.actor.model):
+            return infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+
+
+def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> int:
+    """Copy weights into an unsharded model, in place.
+
+    Args:
+        weights: tensors, named as in a checkpoint.
+        model: the model; it must already have its adapters, if any.
+
+    Returns:
+        Bytes that were copied.
+    """
+    targets = dict(model.named_parameters()) | dict(model.named_buffers()) | dict(hub_weights(model))
+    copied = 0
+    with torch.no_grad():
+        for name, tensor in weights:
+            targets[name].copy_(tensor)
+            copied += tensor.nbytes
+    return copied
+
+
+def float32_model(engine: ModelEngine) -> PreTrainedModel:
+    """Copy the model of an engine that does not shard it, with the float32 weights that the optimizer keeps."""
+    model = copy.deepcopy(engine.model).float()
+    copy_weights(engine.weights(), model)
+    return model
+
+
+def _sha256(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data.data).hexdigest()}"
+
+
+def not_finite(norm: float) -> NotFinite:
+    """Build the error for a gradient whose norm is not finite."""
+    return NotFinite(f"the gradient's norm is {norm}; nothing of this update is committed")

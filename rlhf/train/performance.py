@@ -1,0 +1,104 @@
+"""How well an update uses its devices: model FLOPs utilization, and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import torch
+
+from ratchet.rlhf.distributed import ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GIB = 2**30
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+}
+"""Dense bfloat16 FLOPs per second, by a part of the GPU's name; the first that matches counts."""
+
+
+@dataclass(frozen=True)
+class TrainingFlops:
+    """FLOPs of a forward and a backward pass, without recomputation.
+
+    A weight and a token take two FLOPs forwards and four backwards, or two if the weight is frozen. In attention, each
+    pair of tokens that see each other takes as much for each element of queries and of values. Of experts, those that a
+    token is routed to count. The head computes response tokens only.
+    """
+
+    per_token: float
+    per_response_token: float
+    per_pair: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> TrainingFlops:
+        """Count the weights of a model, before an engine shards it."""
+        config = model.config.get_text_config()
+        embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        head_weight = None if head is None else head.weight
+        top_k = getattr(config, "num_experts_per_tok", None)
+        per_token = 0.0
+        for parameter in model.parameters():
+            if parameter.dim() < 2 or parameter is embeddings or parameter is head_weight:
+                continue
+            is_experts = parameter.dim() == 3 and top_k is not None
+            used = parameter.numel() * (top_k / parameter.shape[0] if is_experts else 1.0)
+            per_token += used * (6 if parameter.requires_grad else 4)
+        heads = getattr(config, "num_attention_heads", 0)  # a model without attention has none
+        width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        return cls(
+            per_token,
+            0.0 if head_weight is None else head_weight.numel() * (6 if head_weight.requires_grad else 4),
+            12.0 * config.num_hidden_layers * heads * width,
+        )
+
+    def __call__(self, prompts: np.ndarray, responses: np.ndarray) -> float:
+        """FLOPs of some trajectories, each with its own prompt.
+
+        Args:
+            prompts: lengths of the prompts in tokens, shape (trajectories,).
+            responses: lengths of the responses, same shape.
+        """
+        lengths = (prompts + np.maximum(responses - 1, 0)).astype(np.float64)
+        pairs = lengths * (lengths + 1) / 2
+        return float(
+            self.per_token * lengths.sum() + self.per_response_token * responses.sum() + self.per_pair * pairs.sum()
+        )
+
+
+def utilization(flops: float, seconds: float) -> float | None:
+    """The share of the peak of all ranks' GPUs that a computation reached.
+
+    Args:
+        flops: FLOPs of the computation, over all ranks.
+        seconds: its time.
+
+    Returns:
+        The share; None if the peak of the device is unknown, or there was nothing to compute.
+    """
+    if ranks.device().type != "cuda" or not flops:
+        return None
+    name = torch.cuda.get_device_name()
+    peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return None if peak is None else flops / seconds / peak / ranks.count()
+
+
+def memory() -> dict[str, float]:
+    """Memory by metric, in GiB: of the fullest GPU since its process began, and in use on this machine."""
+    used = {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / GIB}
+    if ranks.device().type != "cuda":
+        return used
+    peaks = ranks.gathered((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+    allocated, reserved = (max(values) / GIB for values in zip(*peaks, strict=True))
+    return {"perf/max_memory_allocated_gb": allocated, "perf/max_memory_reserved_gb": reserved} | used

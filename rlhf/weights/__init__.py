@@ -1,0 +1,1 @@
+"""Weights as they are stored, sharded over ranks, digested and sent."""

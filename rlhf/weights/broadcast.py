@@ -1,0 +1,166 @@
+"""A connection between a trainer and rollouts in other processes, over which new weights are broadcast.
+
+The trainer's first rank and all processes of the rollout form a process group of their own, which exists beside the
+group that each pool computes with. Weights go from GPU to GPU by NCCL if every member has a GPU, and otherwise by gloo.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed.device_errors import is_lost
+from ratchet.rlhf.distributed.rendezvous import Meeting, connected
+from ratchet.rlhf.errors import RatchetError, in_one_line
+from ratchet.rlhf.weights.buckets import Memory, Packed, send
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SENDER = 0
+"""Rank of the trainer."""
+
+
+class LinkLost(RatchetError):
+    """A member of a link is gone, or cannot be reached."""
+
+
+class WeightLink:
+    """One member's end of a link."""
+
+    def __init__(self, meeting: Meeting | str, rank: int, count: int, host: str, timeout_s: float) -> None:
+        """Connect; returns when all members have connected.
+
+        Args:
+            meeting: the sender's meeting; its URL, for the other members.
+            rank: this member's number; `SENDER` sends.
+            count: number of members.
+            host: this machine's address, to which the other members connect.
+            timeout_s: a transfer fails if it makes no progress for so long, in seconds.
+
+        Raises:
+            LinkLost: a member cannot be reached.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        with losing():
+            if isinstance(meeting, str):
+                self._store = connected(meeting, timeout)
+            else:
+                self._store = meeting.store
+            self._host_group: Any = gloo_group(PrefixStore("gloo", self._store), rank, count, host, timeout)
+            gpus = torch.tensor([int(torch.cuda.is_available())])
+            self._host_group.allreduce([gpus]).wait()
+            self._group: Any = self._host_group
+            self._device = torch.device("cpu")
+            if int(gpus) == count:
+                self._device = ranks.device()
+                self._group = nccl_group(PrefixStore("nccl", self._store), rank, count, timeout)
+
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, adapter_config: bytes | None = None
+    ) -> int:
+        """Broadcast weights, once, to all other members.
+
+        Args:
+            weights: tensors by name, consumed one at a time, to the end.
+            dtype: type of the rollout; floating-point tensors are cast to it.
+            adapter_config: PEFT's config as JSON if `weights` are those of an adapter.
+
+        Returns:
+            Bytes that were sent.
+
+        Raises:
+            LinkLost: a member is gone.
+        """
+
+        def deliver(packed: Packed, memory: Memory) -> None:
+            self._broadcast_json(packed.as_json())
+            self._broadcast(memory.memory[: packed.nbytes])
+
+        self._broadcast_json(
+            {"is_sent": True, "adapter_config": None if adapter_config is None else adapter_config.decode()}
+        )
+        sent = send(weights, dtype, [Memory(self._device), Memory(self._device)], deliver)
+        self._broadcast_json({})
+        return sent
+
+    def refuse(self) -> None:
+        """Tell the members that wait in `receive` that nothing comes. Raises `LinkLost`."""
+        self._broadcast_json({"is_sent": False})
+
+    def receive(self) -> tuple[bytes | None, Iterator[tuple[str, Tensor]]]:
+        """Receive what the sender sends.
+
+        Returns:
+            PEFT's config (None: not an adapter), and the tensors by name, each valid until the next one is taken. They
+            must be taken to the end.
+
+        Raises:
+            LinkLost: a member is gone, or the sender refuses.
+        """
+        beginning = self._broadcast_json()
+        if not beginning["is_sent"]:
+            raise LinkLost("the trainer has other weights by now")
+        adapter_config = beginning["adapter_config"]
+        return None if adapter_config is None else adapter_config.encode(), self._tensors()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        buffer = Memory(self._device)
+        while fields := self._broadcast_json():
+            packed = Packed.from_json(fields)
+            memory = buffer.reserve(packed.nbytes)
+            self._broadcast(memory[: packed.nbytes])
+            yield from packed.tensors(memory)
+
+    def _broadcast_json(self, fields: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send plain values, or receive them (None)."""
+        data = torch.frombuffer(bytearray(json.dumps(fields or {}).encode()), dtype=torch.uint8)
+        size = torch.tensor([0 if fields is None else len(data)])
+        with losing():
+            self._host_group.broadcast(size, SENDER).wait()
+            if fields is None:
+                data = torch.empty(int(size), dtype=torch.uint8)
+            self._host_group.broadcast(data, SENDER).wait()
+        received: dict[str, Any] = json.loads(data.numpy().tobytes())
+        return received
+
+    def _broadcast(self, memory: Tensor) -> None:
+        with losing():
+            if len(memory):
+                self._group.broadcast(memory, SENDER).wait()
+            if memory.is_cuda:
+                torch.cuda.synchronize()
+
+
+@contextmanager
+def losing() -> Iterator[None]:
+    """Raises what PyTorch says of a lost connection as `LinkLost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        raise LinkLost(f"the connection for new weights failed: {in_one_line(error)}") from error
+
+
+def gloo_group(store: Store, rank: int, count: int, host: str, timeout: timedelta) -> Any:
+    """A gloo group that listens only on `host`."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, count, options)
+
+
+def nccl_group(store: Store, rank: int, count: int, timeout: timedelta) -> Any:
+    """An NCCL group."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, count, options)

@@ -1,0 +1,1 @@
+"""Questions about a run and its config: explain, plan, replay, bisect."""

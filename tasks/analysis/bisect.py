@@ -1,0 +1,167 @@
+"""Finds the iteration in which the policy began to please the reward without doing what a stricter reward asks for.
+
+Committed generations are scored again, of as few iterations as a binary search needs. Nothing is generated, claimed or
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pandas as pd
+
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.progress import StepProgress, report
+from ratchet.infra.runs.forks import state_before
+from ratchet.infra.runs.run import Run, own_answers
+from ratchet.infra.workers.calls import RowsCall
+from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf import consent
+from ratchet.rlhf.errors import RatchetError, UserError
+from ratchet.rlhf.rewards import check_rewards
+from ratchet.tasks.stages.score import SCORE
+from ratchet.tasks.worker_calls import call_of, on_worker
+
+COLUMNS = (
+    "trajectory_id",
+    "prompt_id",
+    "replayed_from",
+    "rollout_error",
+    "environment_reward",
+    "score",
+    "reward_error",
+)
+SHARE = 0.1
+"""The gap has begun to open when it has grown by this share of all that it grows."""
+CERTAIN = 3.0
+"""Standard errors by which a gap has to grow."""
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """The trajectories of an iteration under both rewards."""
+
+    iteration: int
+    reward: float
+    """Mean score that the run gave."""
+    strict: float
+    """Mean score of the stricter reward."""
+    error: float
+    """Standard error of the gap, over prompts."""
+
+    @property
+    def gap(self) -> float:
+        """By how much the run's reward is higher."""
+        return self.reward - self.strict
+
+
+@dataclass(frozen=True)
+class Hack:
+    """How a reward was exploited."""
+
+    iteration: int
+    """The first iteration whose generations show it: the update of the iteration before taught it."""
+    examples: pd.DataFrame
+    """Its trajectories that show it, those with the highest advantages first: all their columns, `strict` (the stricter
+    score) and `advantage` (mean over the tokens that are learned from)."""
+
+
+def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[Rescored], Hack | None]:
+    """Search for the iteration in which the gap between the run's reward and a stricter one began to open.
+
+    The search assumes that the gap, once it is open, stays open.
+
+    Args:
+        run: The run.
+        reward: The stricter reward function, on the scale of the run's reward.
+        overrides: Changes, such as ``reward.options.strict.limit=3``.
+
+    Returns:
+        The iterations that were scored again, in order, and the hack; None if the gap has not grown by more than its
+        noise.
+
+    Raises:
+        UserError: if the run has closed fewer than two iterations, the reward does not fit, or there is no consent to
+            the run's code.
+        RatchetError: if the stricter reward fails for too many trajectories.
+    """
+    last = run.state.iteration - 1
+    if last < 1:
+        raise UserError(f"{run.store.url} has closed {last + 1} iterations: bisect needs two at least")
+    changes: dict[str, object] = {
+        **dict.fromkeys(("reward.model", "reward.judge")),
+        "reward.function": reward,
+        "reward.options": {},
+        "pools": {},
+        "placement": "colocated",
+    }
+    config = run.config.with_values(changes, overrides)
+    consent.require(run.config, config)
+    check_rewards(config.reward)
+    driver = Driver(config, run.store)  # without a claim
+    scored: dict[int, pd.DataFrame] = {}
+    results: dict[int, Rescored] = {}
+
+    def look(iteration: int) -> Rescored:
+        report(StepProgress(what="iterations scored again", done=len(results), total=2 + int(np.ceil(np.log2(last)))))
+        frame = _scored_again(driver, run, iteration)
+        gaps = (frame["score"] - frame["strict"]).groupby(frame["prompt_id"]).mean()
+        error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else 0.0
+        scored[iteration] = frame
+        results[iteration] = Rescored(iteration, float(frame["score"].mean()), float(frame["strict"].mean()), error)
+        return results[iteration]
+
+    try:
+        below, above = look(0), look(last)
+        grown, noise = above.gap - below.gap, float(np.hypot(above.error, below.error))
+        if grown <= CERTAIN * noise or grown <= 0:
+            return [results[iteration] for iteration in sorted(results)], None
+        threshold = below.gap + max(SHARE * grown, CERTAIN * below.error)
+        while above.iteration - below.iteration > 1:
+            between = look((below.iteration + above.iteration) // 2)
+            below, above = (below, between) if between.gap > threshold else (between, above)
+    finally:
+        driver.groups.close()
+    examples = _examples(run, above.iteration, scored[above.iteration], threshold)
+    return [results[iteration] for iteration in sorted(results)], Hack(above.iteration, examples)
+
+
+def _scored_again(driver: Driver, run: Run, iteration: int) -> pd.DataFrame:
+    """The trajectories of an iteration with `score` and `strict`."""
+    store = run.store
+    manifests = store.manifests(iteration)
+    began = state_before(store, iteration, ())
+    inputs = SCORE.inputs_of({"generate": StageHandle.of(manifests["generate"])})
+    frames = []
+    for number in range(len(manifests["generate"].shards)):
+        call = call_of(
+            driver, SCORE, iteration, inputs, shard=number, config=SCORE.config.of(driver.config), began=began
+        )
+        rows = RowsCall(call, SCORE.compute, SCORE.writes, SCORE.begin)
+        [output], _ = on_worker(driver, call.needs, partial(driver.groups.of(None).call, Worker.computed, [rows]))
+        frames.append(output.batch.table.select(["trajectory_id", "score", "reward_error"]).to_pandas())
+    strict = pd.concat(frames, ignore_index=True).rename(columns={"score": "strict", "reward_error": "strict_error"})
+    both = own_answers(run.trajectories(iteration, COLUMNS)).merge(strict, on="trajectory_id")
+    if "environment_reward" in both:  # what an environment or an agent's program gave is in both scores
+        both["strict"] -= both["environment_reward"].astype(float).fillna(0.0)
+    whole = both["reward_error"].isna() & both["strict_error"].isna() & both["rollout_error"].isna()
+    if not whole.any():
+        raise RatchetError(f"no trajectory of iteration {iteration} has both scores")
+    return both[whole]
+
+
+def _examples(run: Run, iteration: int, scored: pd.DataFrame, threshold: float) -> pd.DataFrame:
+    chosen = scored[scored["score"] - scored["strict"] > threshold][["trajectory_id", "strict"]]
+    rows = run.trajectories(iteration).merge(chosen, on="trajectory_id")
+    if "advantages" not in rows:
+        return rows.assign(advantage=np.nan)
+    masks, advantages = rows["loss_mask"], rows["advantages"]
+    means = [
+        float(np.mean(values[mask > 0])) if (mask > 0).any() else 0.0
+        for values, mask in zip(advantages, masks, strict=True)
+    ]
+    return rows.assign(advantage=means).sort_values("advantage", ascending=False, kind="stable", ignore_index=True)

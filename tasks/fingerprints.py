@@ -1,0 +1,218 @@
+"""Fingerprints of stages, and checks that committed stages are still valid under the current config, data and code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ratchet.infra.execution.driver import Driver, Outside
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.store.manifest import Fingerprint, Manifest
+from ratchet.infra.store.records import Ahead, RunState, Skip, Weights
+from ratchet.infra.workers.worker import WEIGHTS_OF
+from ratchet.rlhf.config import RunConfig, stored_config
+from ratchet.rlhf.errors import UserError, counted, reached
+from ratchet.tasks.experience_replay import check_experience
+from ratchet.tasks.pipeline import STAGES, names_of, stage_named
+from ratchet.tasks.stage import ROUNDING, Stage, UpdateStage
+from ratchet.tasks.stages.generate import GenerateSummary
+
+UNVERSIONED = {"reward"}
+"""Roles whose model is not part of a run: a digest identifies it, like a reward's code, and a fork may change it."""
+
+
+def weights_for(driver: Driver, stage: Stage, iteration: int, shard: int = 0) -> Weights | None:
+    """The weights with which a shard is computed.
+
+    Args:
+        driver: Driver of the run.
+        stage: Stage of the shard.
+        iteration: Iteration of the shard.
+        shard: Index of the shard; 0 for an update.
+
+    Returns:
+        The weights, for an update those before it; None if the stage has no versioned model.
+    """
+    if stage.role is None or stage.role in UNVERSIONED:
+        return None
+    state = driver.store.iteration_state(iteration)
+    if stage.name == "generate" and shard in state.assigned:
+        return state.assigned[shard]
+    return state.starting[WEIGHTS_OF.get(stage.role, stage.role)]
+
+
+def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping[str, StageHandle]) -> Fingerprint:
+    """Everything that a stage depends on except its config.
+
+    Args:
+        driver: Driver of the run.
+        stage: The stage.
+        iteration: Its iteration.
+        inputs: Handles of its inputs, which must be committed.
+
+    Returns:
+        The fingerprint.
+    """
+    parts: dict[str, Any] = {"stage": stage.name, "version": stage.version, "iteration": iteration}
+    if isinstance(stage, UpdateStage):
+        parts["rounding"] = ROUNDING
+        parts |= {"deterministic": True} if driver.config.run.deterministic else {}
+    parts |= {f"input.{name}": handle.manifest().digest for name, handle in inputs.items()}
+    if stage.role is not None and stage.role not in UNVERSIONED:
+        parts[f"weights.{WEIGHTS_OF.get(stage.role, stage.role)}"] = _digests_of_weights(driver, stage, iteration)
+    parts |= {source: digest for source in stage.outside if (digest := driver.digest(source)) is not None}
+    return Fingerprint(parts=parts)
+
+
+def _digests_of_weights(driver: Driver, stage: Stage, iteration: int) -> str | list[str] | None:
+    """The digest of the weights of a stage; a list if its shards have different ones."""
+    assigned = driver.store.iteration_state(iteration).assigned if stage.name == "generate" else {}
+    if not assigned:
+        weights = weights_for(driver, stage, iteration)
+        return None if weights is None else weights.digest
+    digests = list(dict.fromkeys(assigned[number].digest for number in sorted(assigned)))
+    return digests[0] if len(digests) == 1 else digests
+
+
+def changes_since(driver: Driver, stage: Stage, manifest: Manifest) -> list[str]:
+    """Changes of code, data and config since a stage was committed, one description each."""
+    then = manifest.fingerprint.parts
+    changes: list[str] = stage.config.differences(manifest.config, driver.config)
+    return changes + _outside_changes(driver, stage, then, changes) + _of_version(then.get("version", 1), stage)
+
+
+def input_changes(manifest: Manifest, config: RunConfig) -> list[str]:
+    """Differences between the inputs of a committed stage and those that it would read under `config`."""
+    then = {name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")}
+    return _of_inputs(then, set(stage_named(manifest.stage).input_names(names_of(config))))
+
+
+NAMED_BY: Mapping[Outside, str] = {"reward": "reward.function", "environment": "rollout.environment.name"}
+"""Keys that name an input's code: under another name there is other code, which needs no further word."""
+
+
+def _outside_changes(driver: Driver, stage: Stage, then: Mapping[str, Any], of_config: Sequence[str]) -> list[str]:
+    renamed = {source for source, key in NAMED_BY.items() if any(change.startswith(key) for change in of_config)}
+    changed = (source for source in stage.outside if then.get(source) != driver.digest(source))
+    return [f"{_in_words(source, driver.config)} changed" for source in changed if source not in renamed]
+
+
+def _in_words(source: Outside, config: RunConfig) -> str:
+    """An outside input of stages, as a user knows it: by the key and the files that it comes from."""
+    reward, environment = config.reward, config.rollout.environment
+    match source:
+        case "dataset":
+            return f"the prompts in data.train ({', '.join(config.data.train)})"
+        case "experts":
+            replay = config.data.replay
+            named = "null" if replay is None or replay.files is None else ", ".join(replay.files)
+            return f"the answers in data.replay.files ({named})"
+        case "validation":
+            return f"the prompts in validation.data ({config.validation.data or 'null'})"
+        case "reward":
+            names = [*reward.functions, *([reward.model.path] if reward.model is not None else [])]
+            return f"the code or model of the reward ({', '.join(names)})"
+        case "reward_model":
+            return f"the files of reward.model ({'null' if reward.model is None else reward.model.path})"
+        case "environment":
+            return f"the code of rollout.environment ({'null' if environment is None else environment.name})"
+        case "tokenizer":
+            return f"the tokenizer or chat template of model.path ({config.model.path})"
+
+
+OTHER_CODE = "Ratchet's code for this stage"
+
+
+def _of_version(before: int, stage: Stage) -> list[str]:
+    return [] if before == stage.version else [f"{OTHER_CODE} changed (version {before} -> {stage.version})"]
+
+
+def _of_inputs(then: set[str], now: set[str]) -> list[str]:
+    new, gone = sorted(now - then), sorted(then - now)
+    return [f"it would read {name}" for name in new] + [f"it would not read {name}" for name in gone]
+
+
+def check_open_iteration(driver: Driver) -> None:
+    """Check, before a claim, that the open iteration and those ahead of it are valid under the driver's config.
+
+    Raises:
+        UserError: if config, data or code have changed in a way that invalidates a committed stage or shard, if the
+            runs of `data.replay` do not fit, or if the run has more iterations than the config asks for: the config
+            would be recorded as that of a run that it trained nothing of.
+    """
+    done, config = driver.state.iteration, driver.config
+    if done > config.iterations:
+        has = reached(done, config.iterations)
+        raise UserError(f"run {config.run.name} has {has}: set train.iterations={done + 1} or more to continue it")
+    check_experience(driver)
+    places: dict[int, RunState | Ahead] = {driver.state.iteration: driver.state, **driver.state.ahead}
+    for iteration, place in places.items():
+        _check_staleness(driver, iteration, place)
+        by_stage: dict[str, list[str]] = {}
+        for name, committed in place.stages.items():
+            if not isinstance(committed, Skip):
+                manifest = driver.store.manifest(committed)
+                by_stage[name] = changes_since(driver, stage_named(name), manifest)
+                by_stage[name] += input_changes(manifest, driver.config)
+        for name in place.shards.keys() - place.stages.keys():
+            terms = {shard.term for shard in place.shards[name].values()}
+            by_stage[name] = [
+                change for term in sorted(terms) for change in changes_since_term(driver, stage_named(name), term)
+            ]
+        invalid = [stage.name for stage in STAGES if by_stage.get(stage.name)]
+        if invalid:
+            changes = dict.fromkeys(change for name in invalid for change in by_stage[name])
+            raise changed(driver, invalid[0], iteration, list(changes))
+
+
+def changes_since_term(driver: Driver, stage: Stage, term: int) -> list[str]:
+    """Changes since the claim of a driver that worked on a stage. Its inputs and weights cannot have changed."""
+    claim = driver.store.log.claim_of(term)
+    config = stored_config(claim.config, "the claim")
+    changes: list[str] = stage.config.differences(stage.config.values(config), driver.config)
+    changes += _of_inputs(set(stage.input_names(names_of(config))), set(stage.input_names(names_of(driver.config))))
+    if claim.versions:  # claims of older releases do not have them
+        changes += _outside_changes(driver, stage, claim.outside, changes)
+        changes += _of_version(claim.versions.get(stage.name, stage.version), stage)
+    return changes
+
+
+def _check_staleness(driver: Driver, iteration: int, place: RunState | Ahead) -> None:
+    """Refuse to train on generations that are older than the config allows."""
+    if "update_actor" in place.stages:
+        return
+    allowed = driver.config.rollout.ahead
+    for number, shard in place.shards.get("generate", {}).items():
+        oldest = GenerateSummary.model_validate(shard.outputs).oldest_version
+        lacks = iteration - oldest if number in place.assigned and oldest is not None else 0
+        if lacks > allowed:
+            raise UserError(
+                f"iteration {iteration} was generated with weights that will lag by {counted(lacks, 'update')}, but "
+                f"rollout.mode {driver.config.rollout.mode} allows {allowed}: raise rollout.max_staleness again, or "
+                "discard the generations with "
+                f"`ratchet fork {driver.config.run.name} --at {driver.state.iteration} --run NEW`"
+            )
+
+
+def check_unchanged(driver: Driver, stage: Stage, manifest: Manifest) -> None:
+    """Check that a committed stage is valid under the driver's config.
+
+    Raises:
+        UserError: if config, data or code have changed.
+    """
+    if changes := changes_since(driver, stage, manifest):
+        raise changed(driver, stage.name, manifest.iteration, changes)
+
+
+def changed(driver: Driver, stage: str, iteration: int, changes: list[str]) -> UserError:
+    """The error for a committed stage that is not valid under the current config, data or code."""
+    opened = driver.state.iteration  # a fork drops the iterations ahead of the open one
+    at = f"{iteration}:{stage}" if iteration <= opened else f"{opened}:update_actor"
+    run = driver.store.url.rpartition("/")[2]  # for a fork, the name of its parent
+    reason, remedy = "what it depends on has changed", "undo the change to continue, or start"
+    if any(change.startswith(OTHER_CODE) for change in changes):
+        reason, remedy = "an older release computed it differently", "start"
+    return UserError(
+        f"{stage} of iteration {iteration} is committed, but {reason} ({'; '.join(changes)}): {remedy} from here "
+        f"with `ratchet fork {run} --at {at} --run NEW`"
+    )

@@ -1,0 +1,132 @@
+"""Generates the shards of a stage on the replicas of the rollout, which all stages that generate share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Generic
+
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.replicas import Complete, Prompt, Replicas, Reports
+from ratchet.infra.store.records import Journal, Weights
+from ratchet.infra.store.run_store import JOURNAL
+from ratchet.infra.workers.calls import C, Rows, RowsCall, S, ShardKey
+from ratchet.infra.workers.groups import Replica
+from ratchet.infra.workers.rollouts import Generated
+from ratchet.infra.workers.worker import WAIT_S, Worker
+from ratchet.tasks.worker_calls import on_worker
+
+
+class Generation(Generic[C, S]):
+    """The shards that a stage generates; a context manager."""
+
+    def __init__(self, driver: Driver, iteration: int, stage: str) -> None:
+        """
+        Args:
+            driver: Driver of the run.
+            iteration: Iteration of the stage.
+            stage: Name of the stage.
+        """
+        self.driver, self.iteration, self.stage = driver, iteration, stage
+        self.replicas = _replicas(driver)
+        self.requests: dict[ShardKey, RowsCall[C, S]] = {}
+        """The open shards."""
+        self._reports: Reports = SimpleQueue()
+        self._journaled = time.monotonic()
+
+    def __enter__(self) -> Generation[C, S]:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not self.requests:
+            return
+        if isinstance(error, Exception) and self.replicas.feed.error is None:
+            self._journal()  # the next driver continues from here
+        self.replicas.drop(tuple(self.requests))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether to open another shard, so that no replica waits for trajectories."""
+        return self.replicas.feed.has_room
+
+    @property
+    def in_flight(self) -> int:
+        """Number of trajectories that the replicas generate, for whichever stage."""
+        return self.replicas.feed.in_flight
+
+    def open(self, request: RowsCall[C, S]) -> None:
+        """Open a shard."""
+        assert request.call.weights is not None, "the rollout has weights"
+        self.requests[request.key] = request
+        begin = partial(_begin, request)
+        self.replicas.open(request.key, request.call.weights, begin, self._reports)
+
+    def next_complete(self) -> Iterator[tuple[int, Rows[S]]]:
+        """Wait until a replica reports; yields the shards that are complete, written and not committed."""
+        complete = self._reports.get()
+        if isinstance(complete, BaseException):
+            raise complete
+        if complete is None:
+            return
+        yield complete.key[2], self._written(complete)
+
+    def _written(self, complete: Complete) -> Rows[S]:
+        """Let the replica that has most of a shard's trajectories write it."""
+        key, names = complete.key, complete.names
+        writer = max(names, key=lambda replica: len(names[replica]))
+        others = [
+            self.replicas[number].handed(Worker.take, key, tuple(ids))
+            for number, ids in names.items()
+            if number != writer
+        ]
+        rows = self.replicas[writer].call(Worker.finish, self.requests.pop(key), others)
+        dropping = [self.replicas[number].submit(Worker.drop, (key,)) for number in names.keys() - {writer}]
+        for dropped in dropping:
+            dropped.result()
+        return rows
+
+    def journal(self) -> None:
+        """Commit what the open shards have so far, if it is time to."""
+        seconds = self.driver.config.rollout.journal_s
+        if seconds is not None and time.monotonic() - self._journaled >= seconds:
+            self._journal()
+
+    def _journal(self) -> None:
+        if self.driver.config.rollout.in_batches or self.driver.config.rollout.journal_s is None:
+            return  # a batch starts again as a whole
+        store = self.driver.store
+        numbers = [store.begin_attempt(self.iteration, JOURNAL) for _ in self.replicas]
+        pending = [
+            replica.submit(Worker.journal, self.iteration, self.stage, number)
+            for number, replica in zip(numbers, self.replicas, strict=True)
+        ]
+        parts = tuple(part for answer in pending if (part := answer.result()) is not None)
+        if parts:
+            store.replace_journal(
+                Journal(iteration=self.iteration, stage=self.stage, term=self.driver.term, parts=parts)
+            )
+        self._journaled = time.monotonic()
+
+
+def _begin(request: RowsCall[C, S], replica: Replica) -> tuple[tuple[str, ...], ...]:
+    return replica.call(Worker.begin, request)
+
+
+def _replicas(driver: Driver) -> Replicas:
+    """The replicas of the rollout. They start when they are first needed, and again after an error."""
+    with driver.rollout.starting:
+        replicas = driver.rollout.replicas
+        if replicas is None or replicas.feed.error is not None:
+            config = driver.config.rollout
+            limit = None if config.in_batches else config.max_in_flight
+            replicas = Replicas(driver.groups.of("rollout").replicas(), limit, partial(_generate, driver))
+            driver.rollout.replicas = replicas
+        return replicas
+
+
+def _generate(driver: Driver, replica: Replica, weights: Weights, prompts: Sequence[Prompt]) -> Sequence[Generated]:
+    with driver.rollout.turn.shared():
+        weights = driver.rollout.loaded or weights
+        return on_worker(driver, {"rollout": weights}, partial(replica.generate, weights, prompts, WAIT_S))

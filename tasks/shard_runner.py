@@ -1,0 +1,318 @@
+"""Computes the rows of a stage, shard by shard, and commits each shard as soon as it is complete."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Self
+
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.progress import StageProgress, note, report
+from ratchet.infra.store.clock import now
+from ratchet.infra.store.manifest import Manifest
+from ratchet.infra.store.records import Assigned, Journal, ShardCommit, StageCommit
+from ratchet.infra.workers.calls import C, Rows, RowsCall, S
+from ratchet.infra.workers.worker import Worker
+from ratchet.tasks.failures import told
+from ratchet.tasks.fingerprints import changes_since_term, fingerprint_of
+from ratchet.tasks.generation_runner import Generation
+from ratchet.tasks.pipeline import stages_of
+from ratchet.tasks.stage import RowsStage, Until
+from ratchet.tasks.worker_calls import Handles, call_of, on_worker
+
+ROWS_PER_RANK = 32
+"""Rows of a rank, on average, that are computed together at most: a crash loses what they took. With fewer, ranks wait
+for each other longer; see benchmarks/paper.py."""
+
+
+def run_rows(
+    driver: Driver, stage: RowsStage[C, S], iteration: int, inputs: Handles, handle: StageHandle
+) -> tuple[Manifest, bool]:
+    store = driver.store
+    total = _shards(driver, stage, inputs)
+    committed = store.committed_stage(iteration, stage.name)
+    if committed is not None:
+        assert isinstance(committed, StageCommit), "rows are not skipped"
+        report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total))
+        return store.manifest(committed), True
+
+    attempt, began = store.begin_attempt(iteration, stage.name), now()
+    until = DynamicSampling[C, S].of(driver, stage, iteration)
+    committed_shards = store.committed_shards(stage.name, iteration)
+    done = {number: shard for number, shard in committed_shards.items() if number < total}
+    beyond = [shard.data.key for number, shard in committed_shards.items() if number >= total]
+    if until is None:
+        handle.expect(total)
+        handle.show({number: shard.data for number, shard in done.items()})
+    job = ShardJob(driver, stage, iteration, inputs, attempt, total, handle)
+    computed = _generated(job, done, until) if stage.begin is not None else _computed(job, done)
+    uncommitted: list[ShardCommit] = []
+    report(StageProgress(iteration=iteration, stage=stage.name, done=len(done), total=total))
+    for shard in computed:
+        done[shard.shard] = shard
+        if until is None and len(done) == total:
+            uncommitted = [shard]
+            break
+        store.commit(shard)
+        if until is None:
+            handle.show({number: done[number].data for number in done})
+        report(StageProgress(iteration=iteration, stage=stage.name, done=len(done), total=total))
+    shards = [done[number] for number in range(total if until is None else until.count(done))]
+
+    manifest = Manifest(
+        iteration=iteration,
+        stage=stage.name,
+        term=driver.term,
+        attempt=attempt,
+        fingerprint=fingerprint_of(driver, stage, iteration, inputs),
+        config=stage.config.values(driver.config),
+        columns=("trajectory_id", *(column.name for column in stage.writes)),
+        shards=tuple(shard.data for shard in shards),
+        metrics=stage.metrics_of([shard.outputs for shard in shards]),
+        seconds=sum(shard.seconds for shard in shards),
+        began=began,
+        ended=now(),
+    )
+    last = stage.summary.model_validate(shards[-1].outputs)
+    commit = StageCommit(
+        iteration=iteration,
+        stage=stage.name,
+        manifest=store.write_manifest(manifest),
+        fingerprint=manifest.fingerprint.digest,
+        cursor=last.cursor,
+        controllers=last.controllers,
+    )
+    journal = store.journal(iteration, stage.name)
+    store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
+    store.delete_journal(journal)
+    if stage.begin is not None and driver.config.rollout.agent is not None:
+        store.delete_calls(iteration, stage.name)
+    # what dynamic sampling drew and does not need
+    store.objects.delete([*beyond, *(shard.data.key for number, shard in done.items() if number >= len(shards))])
+    report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
+    for text in told(store, driver.config, manifest):
+        note(text)
+    return manifest, False
+
+
+def _shards(driver: Driver, stage: RowsStage[C, S], inputs: Handles) -> int:
+    """Number of shards of a stage; the maximum, for a stage with a stop condition."""
+    if not stage.sharded:
+        return 1
+    return stage.count(driver) if stage.count is not None else next(iter(inputs.values())).count()
+
+
+@dataclass(frozen=True)
+class ShardJob(Generic[C, S]):
+    """A stage of an iteration that computes shards."""
+
+    driver: Driver
+    stage: RowsStage[C, S]
+    iteration: int
+    inputs: Handles
+    attempt: int
+    total: int
+    """Number of shards; the largest, for a stage with a stop condition."""
+    handle: StageHandle
+
+    def check(self) -> None:
+        """Stop if the driver is asked to stop, or if the result would be useless."""
+        self.driver.stopping.check()
+        self.handle.check()
+
+    def request(self, shard: int) -> RowsCall[C, S]:
+        """The call that computes a shard."""
+        stage = self.stage
+        call = call_of(self.driver, stage, self.iteration, self.inputs, shard=shard, attempt=self.attempt)
+        return RowsCall(call, stage.compute, stage.writes, stage.begin)
+
+    def compute(self, shards: Sequence[int]) -> list[ShardCommit]:
+        """Compute shards together; the caller commits them. Those from the first one that is not finite are missing."""
+        self.check()
+        requests, group = [self.request(shard) for shard in shards], self.driver.groups.of(self.stage.role)
+        computed = on_worker(self.driver, requests[0].call.needs, lambda: group.call(Worker.rows, requests))
+        return [self.commit(shard, rows, rows.seconds) for shard, rows in zip(shards, computed, strict=False)]
+
+    def next_shards(self, done: Container[int]) -> list[int]:
+        """Choose the shards of the next call, and wait for the inputs of the first one. Ranks would wait for each other
+        at the end of each shard, so several ranks compute as many shards as are ready, up to `ROWS_PER_RANK`.
+
+        Args:
+            done: numbers of shards that are computed.
+
+        Returns:
+            Numbers of shards that are not in `done`, at least one.
+        """
+        stage = self.stage
+        sources = [handle for name, handle in self.inputs.items() if stage.reads_shard_of(name)]
+        if not sources:
+            return [next(number for number in range(self.total) if number not in done)]
+        ranks = self.driver.groups.of(stage.role).ranks if stage.infers else 1
+        enough = ROWS_PER_RANK * ranks if ranks > 1 else 0
+        chosen: list[int] = []
+        rows = 0
+        for number, shard in sources[0].shards(beside=done).items():
+            if not chosen or (rows < enough and all(source.has(number) for source in sources)):
+                chosen.append(number)
+                rows += shard.rows
+        return chosen
+
+    def commit(self, shard: int, rows: Rows[S], seconds: float) -> ShardCommit:
+        """The commit of a shard that was computed and written."""
+        assert rows.shard is not None, "rank 0 answers"
+        return ShardCommit(
+            iteration=self.iteration,
+            stage=self.stage.name,
+            shard=shard,
+            term=self.driver.term,
+            data=rows.shard,
+            seconds=seconds,
+            outputs=rows.summary.model_dump(mode="json", exclude_defaults=True),
+        )
+
+
+def _computed(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[ShardCommit]:
+    """Compute the shards that are not in `done`, as their inputs are committed."""
+    while len(done) < job.total:
+        yield from job.compute(job.next_shards(done))
+
+
+def _generated(
+    job: ShardJob[C, S], done: Mapping[int, ShardCommit], until: DynamicSampling[C, S] | None
+) -> Iterator[ShardCommit]:
+    """Generate the shards that are not in `done`, all at the same time; they become complete in any order."""
+    driver, stage = job.driver, job.stage
+    _check_journal(driver, stage, job.iteration)
+    _adopt_calls(driver, stage, job.iteration)
+    pending = deque(number for number in range(job.total) if number not in done)
+    began = time.perf_counter()
+    with Generation[C, S](driver, job.iteration, stage.name) as generation:
+        while until is None or not until.is_met(done):
+            job.check()
+            while pending and generation.has_room and (until is None or until.wants(done, len(generation.requests))):
+                with driver.rollout.turn.shared():
+                    _assign(driver, stage, job.iteration, pending[0])
+                    generation.open(job.request(pending.popleft()))
+            if not pending:
+                job.handle.no_more_to_begin()
+            if not generation.requests:
+                return
+            for shard, rows in generation.next_complete():
+                ended = time.perf_counter()
+                yield job.commit(shard, rows, ended - began)
+                began = ended
+            generation.journal()
+            in_flight = generation.in_flight
+            report(
+                StageProgress(
+                    iteration=job.iteration, stage=stage.name, done=len(done), total=job.total, in_flight=in_flight
+                )
+            )
+
+
+def _check_journal(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:
+    """Discard a journal that was generated under another config, with other data or by other code."""
+    journal = driver.store.journal(iteration, stage.name)
+    if journal is not None and journal.parts and (changes := changes_since_term(driver, stage, journal.term)):
+        note(f"{stage.name} of iteration {iteration} starts without its journal: {'; '.join(changes)}")
+        empty = Journal(iteration=iteration, stage=stage.name, term=driver.term, parts=())
+        driver.store.replace_journal(empty)
+
+
+def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:
+    """Commit what programs of agents were answered by drivers that did not complete the stage, so that it is answered
+    again in the same way; answers under another config, with other data or by other code are discarded."""
+    if driver.config.rollout.agent is None:
+        return
+    store = driver.store
+    journal = store.journal(iteration, stage.name)
+    parts = [] if journal is None else list(journal.parts)
+    discarded: list[str] = []
+    for term, keys in store.calls(iteration, stage.name).items():
+        if term != driver.term and (changes := changes_since_term(driver, stage, term)):
+            note(f"{stage.name} of iteration {iteration} starts without earlier answers: {'; '.join(changes)}")
+            discarded += keys
+        else:
+            parts += [part for key in keys if (part := store.reference(key)) is not None]
+    if len(parts) > (0 if journal is None else len(journal.parts)):
+        store.commit(Journal(iteration=iteration, stage=stage.name, term=driver.term, parts=tuple(parts)))
+    store.objects.delete(discarded)
+
+
+def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:
+    """Commit which weights a shard will be generated with, if they do not follow from its iteration."""
+    loaded = driver.rollout.loaded
+    state = driver.store.iteration_state(iteration)
+    if stage.name == "generate" and loaded is not None and state.assigned.get(shard) != loaded:
+        driver.store.commit(Assigned(iteration=iteration, shard=shard, weights=loaded))
+
+
+class DynamicSampling(Generic[C, S]):
+    """Draws prompts until enough are useful. Which shards count depends on their order and scores, never on which was
+    complete first: the shortest prefix of shards that has enough."""
+
+    def __init__(self, driver: Driver, stage: RowsStage[C, S], until: Until, iteration: int) -> None:
+        """Prepare the stages that follow each shard."""
+        self.driver, self.stage, self.until, self.iteration = driver, stage, until, iteration
+        store = driver.store
+        self._following = [
+            follower
+            for follower in stages_of(driver.config)
+            if follower.name in until.follow and isinstance(follower, RowsStage)
+        ]
+        self._attempts = {follower.name: store.begin_attempt(iteration, follower.name) for follower in self._following}
+
+    @classmethod
+    def of(cls, driver: Driver, stage: RowsStage[C, S], iteration: int) -> Self | None:
+        """The stop condition of a stage; None if it has none."""
+        until = stage.until
+        return None if until is None or not until.applies(driver.config) else cls(driver, stage, until, iteration)
+
+    def count(self, done: Mapping[int, ShardCommit]) -> int:
+        """Number of shards that count: the shortest prefix of `done` that has enough, or the whole prefix."""
+        prefix = 0
+        while prefix in done:
+            prefix += 1
+            if self._share(range(prefix)) >= 1:
+                break
+        return prefix
+
+    def is_met(self, done: Mapping[int, ShardCommit]) -> bool:
+        """Whether a prefix of the shards has enough. Runs the stages that score the shards."""
+        for number in sorted(done):
+            self._follow(number, done[number])
+        count = self.count(done)
+        return count > 0 and self._share(range(count)) >= 1
+
+    def wants(self, done: Mapping[int, ShardCommit], running: int) -> bool:
+        """Whether another shard is likely to be needed beside those that are running."""
+        share = self._share(done)
+        per_shard = share / len(done) if share else self.until.expected(self.driver.config)
+        return share + running * per_shard < 1
+
+    def _share(self, shards: Iterable[int]) -> float:
+        """What the shards have of what is needed; 1: enough."""
+        scored = self.driver.store.committed_shards(self._following[-1].name, self.iteration)
+        return self.until.share(self.driver.config, [scored[number].outputs for number in shards])
+
+    def _follow(self, number: int, shard: ShardCommit) -> None:
+        handles = {self.stage.name: StageHandle.so_far(self.stage.name, {number: shard.data})}
+        store, config = self.driver.store, self.driver.config
+        for follower in self._following:
+            committed = store.committed_shards(follower.name, self.iteration).get(number)
+            if committed is None:
+                job = ShardJob(
+                    driver=self.driver,
+                    stage=follower,
+                    iteration=self.iteration,
+                    inputs=follower.inputs_of(handles),
+                    attempt=self._attempts[follower.name],
+                    total=config.max_prompts,
+                    handle=handles[self.stage.name],
+                )
+                [committed] = job.compute([number])
+                store.commit(committed)
+            handles[follower.name] = StageHandle.so_far(follower.name, {number: committed.data})

@@ -1,0 +1,402 @@
+"""advantages: computes the inputs of the losses from scores, KL and values.
+
+The stage has one shard, because groups and whitening span all trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import torch
+
+from ratchet.infra.progress import note
+from ratchet.infra.workers.calls import Context, ShardOutput, ShardSummary
+from ratchet.rlhf.algorithms import Advantage, Distillation, Experts, OverlongPenalty, RolloutCorrection
+from ratchet.rlhf.algorithms.advantages import GDPO
+from ratchet.rlhf.algorithms.kl import AdaptiveCoefficient, Controller, Estimator, kl_divergence
+from ratchet.rlhf.algorithms.rollout_correction import off_policy_metrics
+from ratchet.rlhf.batch import TrajectoryBatch, unpadded
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.tasks.branches import last_branches, trajectory_index
+from ratchet.tasks.stage import RowsStage
+
+
+class AdvantagesConfig(StageConfig):
+    max_response_tokens: int = key("rollout.max_response_tokens")
+    advantage: Advantage = key("algorithm.advantage")
+    kl_in_reward: float | None = key("algorithm.kl.in_reward")
+    kl_estimator: Estimator = key("algorithm.kl.reward_estimator")
+    kl_controller: Controller = key("algorithm.kl.controller")
+    rollout_correction: RolloutCorrection | None = key("algorithm.rollout_correction")
+    overlong_penalty: OverlongPenalty | None = key("algorithm.overlong_penalty")
+    distillation: Distillation | None = key("algorithm.distillation")
+    experts: Experts = key("algorithm.experts")
+
+
+def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
+    """Compute rewards, advantages, returns and loss mask of every response token.
+
+    Args:
+        context: The batch of the iteration's trajectories, with the columns in `ADVANTAGES.reads`.
+
+    Returns:
+        Per-token columns, of the lengths of the responses: `token_rewards`, `advantages`, `returns`, `loss_mask`, and
+        `rollout_is_weights` if the rollout correction has weights, or experts wrote some answers; metrics; and the
+        state of the KL controller.
+    """
+    config, batch = context.config, context.batch
+    estimator = config.advantage
+    mask, lengths = batch.padded("response_mask").double(), batch.lengths("response_mask")
+    raw_scores = _doubles(batch, "score")
+    scores = estimator.clipped(raw_scores)
+    by_expert = _by_expert(batch)
+    drawn = mask * ~by_expert[:, None]
+    token_rewards, metrics, controllers = _token_rewards(context, mask, drawn, scores)
+    _, groups = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
+    inputs: dict[str, Any] = {"group_ids": torch.from_numpy(groups)}
+    is_supervised = torch.zeros_like(by_expert) if config.experts.compares else by_expert
+    inputs["group_ids"][is_supervised] = len(batch) + torch.arange(int(is_supervised.sum()))
+    index, last = torch.from_numpy(trajectory_index(batch)), torch.from_numpy(last_branches(batch))
+    teaches = estimator.teaches(scores[last], inputs["group_ids"][last])[index] & ~is_supervised
+    if "greedy_scores" in estimator.needs:
+        has_baseline = torch.from_numpy(batch.array("greedy_score").is_valid().to_numpy(zero_copy_only=False))
+        teaches &= has_baseline
+        inputs["greedy_scores"] = estimator.clipped(_doubles(batch, "greedy_score").where(has_baseline, 0.0))
+        if config.overlong_penalty is not None:
+            greedy_lengths = _doubles(batch, "greedy_tokens")
+            inputs["greedy_scores"] += config.overlong_penalty(greedy_lengths, config.max_response_tokens)
+    if "reward_parts" in estimator.needs:
+        parts = _reward_parts(batch, estimator.parts if isinstance(estimator, GDPO) else ())
+        inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in parts.items()}
+    if "turns" in estimator.needs:
+        inputs["turns"], inputs["states"] = _turns_and_states(batch, estimator.type)
+    for name in ("values", "entropy"):
+        if name in batch:
+            inputs[name] = batch.padded(name).double()
+    loss_mask = mask * teaches[:, None]
+    needed = {name: inputs[name] for name in estimator.needs}
+    if "group_ids" in estimator.needs and len(last) < len(batch):
+        estimates, returns = _by_trajectory(estimator, token_rewards, loss_mask, needed, index, last)
+    else:
+        estimates, returns = estimator(token_rewards, loss_mask, **needed)
+
+    if config.distillation is not None:
+        old = batch.padded("old_log_probs" if "old_log_probs" in batch else "rollout_log_probs").double()
+        teacher = batch.padded("teacher_log_probs").double()
+        metrics["actor/teacher_kl"] = float(((old - teacher) * drawn).sum() / drawn.sum())
+        estimates = estimates + config.distillation(old, teacher, drawn)
+        # the teacher has something to say about every trajectory that the policy wrote
+        teaches, loss_mask = teaches | ~by_expert, torch.maximum(loss_mask, drawn)
+    estimates = estimates.where(~is_supervised[:, None], mask)  # an advantage of 1
+    loss_mask = loss_mask.where(~is_supervised[:, None], mask)
+    if not loss_mask.any():
+        note(f"iteration {context.iteration} has nothing to learn from: no update changes the weights")
+
+    weights = None
+    if "old_log_probs" in batch:
+        loss_mask, weights, distance = _rollout_correction(context, mask, loss_mask, by_expert)
+        metrics |= distance
+    metrics["actor/loss_tokens_share"] = float(loss_mask.sum() / mask.sum())
+    prompt_tokens, response_tokens = batch.lengths("prompt_ids").sum(), mask.sum()
+    metrics |= {"perf/prompt_tokens": float(prompt_tokens), "perf/response_tokens": float(response_tokens)}
+    learned = mask if not teaches.any() else mask * teaches[:, None]
+    own = ~by_expert
+    metrics |= _metrics(
+        batch if own.all() else batch.take(own.nonzero()[:, 0].tolist()),
+        mask[own],
+        learned[own] > 0,
+        raw_scores[last[own[last]]],
+        token_rewards[own],
+        estimates[own],
+        returns[own],
+    )
+    if by_expert.any():
+        metrics |= _expert_metrics(batch, mask, raw_scores, by_expert)
+    columns = {
+        "trajectory_id": batch.array("trajectory_id"),
+        "token_rewards": unpadded(token_rewards, lengths),
+        "advantages": unpadded(estimates, lengths),
+        "returns": unpadded(returns, lengths),
+        "loss_mask": unpadded(loss_mask, lengths).cast(TRAJECTORY["loss_mask"].type),
+        "rollout_is_weights": [None] * len(batch) if weights is None else unpadded(weights, lengths),
+    }
+    return ShardOutput(TrajectoryBatch.of(columns), ShardSummary(metrics=metrics, controllers=controllers))
+
+
+def _by_trajectory(
+    estimator: Advantage,
+    token_rewards: torch.Tensor,
+    mask: torch.Tensor,
+    inputs: Mapping[str, Any],
+    index: torch.Tensor,
+    last: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare trajectories that have several branches: each counts once in its group, by its last branch, and its other
+    branches get the mean of that branch's advantages and returns.
+
+    Args:
+        estimator: An estimator that compares the trajectories of a prompt.
+        token_rewards: Rewards of the tokens, shape (batch, response).
+        mask: 1 for tokens that are learned from, same shape.
+        inputs: What the estimator needs, with a row per branch.
+        index: The number of each row's trajectory, shape (batch,).
+        last: The row of each trajectory's last branch, shape (trajectories,).
+
+    Returns:
+        Advantages and returns, shape (batch, response).
+    """
+    parts = inputs.get("reward_parts")
+    chosen = {name: value[last] for name, value in inputs.items() if name != "reward_parts"}
+    if parts is not None:
+        chosen["reward_parts"] = {name: part[last] for name, part in parts.items()}
+    spread: list[torch.Tensor] = []
+    for values in estimator(token_rewards[last], mask[last], **chosen):
+        means = values.sum(-1) / mask[last].sum(-1).clamp(min=1)
+        every = means[index][:, None] * mask
+        every[last] = values
+        spread.append(every)
+    return spread[0], spread[1]
+
+
+def _token_rewards(
+    context: Context[AdvantagesConfig], mask: torch.Tensor, drawn: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
+    """Per-token rewards, metrics, and the state of the KL controller.
+
+    The score goes to the tokens in `token_scores`, and the rest of it, with the length penalty, to the last token that
+    the model wrote. The KL penalty is subtracted at every token. A trajectory that an older release scored has no
+    `token_scores` of its turns, perhaps beside others of the iteration that have them.
+
+    Args:
+        context: The batch, the config and the controllers' state before this iteration.
+        mask: 1 for tokens that the model or an expert wrote, float64, shape (batch, response).
+        drawn: 1 for tokens that a policy drew, same shape: others say nothing about its KL divergence.
+        scores: Clipped score of each trajectory, float64, shape (batch,).
+
+    Returns:
+        Rewards, float64, shape (batch, response); metrics; new state of the controllers.
+    """
+    config, batch = context.config, context.batch
+    metrics: dict[str, float] = {}
+    controllers: dict[str, float] = {}
+    if config.overlong_penalty is not None:
+        lengths = torch.from_numpy(batch.lengths("response_mask")).double()
+        penalty = config.overlong_penalty(lengths, config.max_response_tokens)
+        metrics["critic/overlong_penalty/mean"] = float(penalty.mean())
+        scores = scores + penalty
+    token_rewards = batch.padded("token_scores", mask.shape[1]).double()
+    scores = scores - token_rewards.sum(-1)
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1)
+    token_rewards[torch.arange(len(batch)), last] += scores
+    if "ref_log_probs" in batch:
+        old = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
+        log_probs, ref = batch.padded(old).double(), batch.padded("ref_log_probs").double()
+        kl = kl_divergence(log_probs, ref, config.kl_estimator) * drawn
+        metrics["actor/ref_kl"] = mean_kl = float(kl.sum() / drawn.sum())
+        if config.kl_in_reward is not None:
+            coefficient = config.kl_in_reward
+            if isinstance(config.kl_controller, AdaptiveCoefficient):
+                coefficient = context.call.controllers.get("kl_in_reward", coefficient)
+                controllers["kl_in_reward"] = config.kl_controller(coefficient, mean_kl, len(batch))
+            token_rewards = token_rewards - coefficient * kl
+            metrics["actor/reward_kl_penalty"] = float((kl.sum(-1) / drawn.sum(-1).clamp(min=1)).mean())
+            metrics["actor/reward_kl_penalty_coeff"] = coefficient
+    return token_rewards, metrics, controllers
+
+
+def _rollout_correction(
+    context: Context[AdvantagesConfig], mask: torch.Tensor, loss_mask: torch.Tensor, by_expert: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]:
+    """The loss mask without the rejected tokens, the importance weights, and metrics of the off-policy distance.
+
+    Args:
+        context: The batch and the config.
+        mask: 1 for tokens that the model or an expert wrote, float64, shape (batch, response).
+        loss_mask: The tokens of `mask` that are learned from; same shape.
+        by_expert: Whether an expert wrote the response, bool, shape (batch,). Experts' tokens are not rejected, have
+            weights of their own, and do not count in the metrics.
+
+    Returns:
+        The new loss mask; importance weights of the same shape, or None; metrics.
+    """
+    config, batch, own = context.config, context.batch, ~by_expert
+    correction = config.rollout_correction
+    old, rollout = batch.padded("old_log_probs").double(), batch.padded("rollout_log_probs").double()
+    compared = old[own], rollout[own], mask[own]
+    metrics = off_policy_metrics(*compared)
+    weights = torch.ones_like(mask) if by_expert.any() else None
+    if correction is not None:
+        for rejection in correction.rejection:
+            kept = rejection(*compared)
+            metrics[f"rollout_rs_{rejection.statistic}_masked_fraction"] = 1.0 - kept.sum() / mask[own].sum()
+            loss_mask = loss_mask.clone()
+            loss_mask[own] *= kept
+        if correction.weights is not None:
+            weights = torch.ones_like(mask)
+            weights[own] = correction.weights(*compared)
+            metrics |= correction.weights.metrics(*compared)
+    if by_expert.any():
+        assert weights is not None, "an expert's tokens have weights"
+        weights[by_expert] = config.experts.weights(old[by_expert], mask[by_expert])
+    return loss_mask, weights, {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
+
+
+def _by_expert(batch: TrajectoryBatch) -> torch.Tensor:
+    """Whether an expert wrote the response, bool, shape (batch,); older releases do not say, and had none."""
+    if "by_expert" not in batch:
+        return torch.zeros(len(batch), dtype=torch.bool)
+    return torch.tensor([bool(by_expert) for by_expert in batch.list("by_expert")], dtype=torch.bool)
+
+
+def _expert_metrics(
+    batch: TrajectoryBatch, mask: torch.Tensor, scores: torch.Tensor, by_expert: torch.Tensor
+) -> dict[str, float]:
+    """Metrics of the answers of experts: their scores, and how probable they are to the policy."""
+    written = mask[by_expert]
+    log_probs = batch.padded("old_log_probs").double()[by_expert] * written
+    return {
+        "experts/score/mean": float(scores[by_expert].mean()),
+        "experts/log_probs/mean": float(log_probs.sum() / written.sum()),
+    }
+
+
+def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The reward parts that every trajectory has, as tensors of shape (batch,), including `score`.
+
+    A trajectory whose reward failed has 0 for every part. If all rewards failed, the parts are unknown: the result then
+    has the `wanted` ones.
+    """
+    rows = [dict(parts) for parts in batch.list("reward_parts")]
+    scored = [error is None for error in batch.list("reward_error")]
+    names = set.intersection(*(set(row) for row in compress(rows, scored))) if any(scored) else set(wanted)
+    values = {name: [row[name] if good else 0.0 for row, good in zip(rows, scored, strict=True)] for name in names}
+    parts = {name: torch.tensor(column, dtype=torch.float64) for name, column in sorted(values.items())}
+    return {"score": _doubles(batch, "score"), **parts}
+
+
+def _turns_and_states(batch: TrajectoryBatch, advantage: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tell which turn each token belongs to, and what the policy had read right before that turn.
+
+    Args:
+        batch: The trajectories.
+        advantage: The estimator that needs them, for the error.
+
+    Returns:
+        The number of the token's turn in its trajectory, and a number for the text that the turn follows: the
+        environment's answer to the turn before, or the prompt. Tokens of the environment belong to the turn that
+        follows them. Both int64, shape (batch, response).
+
+    Raises:
+        UserError: if an older release generated the trajectories.
+    """
+    if batch.array("turn_ends").null_count:
+        raise UserError(
+            "these trajectories were generated before the rewards and ends of their turns were stored, so "
+            f"algorithm.advantage {advantage} cannot use them: generate them again, or choose another advantage"
+        )
+    lengths = batch.lengths("response_mask")
+    turns = np.zeros((len(batch), lengths.max(initial=0)), dtype=np.int64)
+    states = np.zeros_like(turns)
+    numbers: dict[str | None, int] = {}
+    for row, (ends, said) in enumerate(zip(batch.list("turn_ends"), batch.list("turns"), strict=True)):
+        followed = [None, *(turn["content"] for turn in said if turn["role"] == "environment")]
+        of_turn = np.array([numbers.setdefault(text, len(numbers)) for text in followed])
+        of_token = np.searchsorted(ends, np.arange(lengths[row]), side="right")
+        turns[row, : lengths[row]], states[row, : lengths[row]] = of_token, of_turn[of_token]
+    return torch.from_numpy(turns), torch.from_numpy(states)
+
+
+def _doubles(batch: TrajectoryBatch, name: str) -> torch.Tensor:
+    return torch.from_numpy(batch.numpy(name).astype(np.float64))
+
+
+def _metrics(
+    batch: TrajectoryBatch,
+    mask: torch.Tensor,
+    learned: torch.Tensor,
+    scores: torch.Tensor,
+    token_rewards: torch.Tensor,
+    estimates: torch.Tensor,
+    returns: torch.Tensor,
+) -> dict[str, float]:
+    """Metrics under the names that are usual in the field.
+
+    Args:
+        batch: The trajectories.
+        mask: 1 for tokens that the model wrote, shape (batch, response).
+        learned: Whether a token belongs to a trajectory that is learned from; bool, same shape.
+        scores: Score of each trajectory before clipping, shape (trajectories,).
+        token_rewards: Rewards of the tokens, shape (batch, response).
+        estimates: Advantages, same shape.
+        returns: Returns, same shape.
+
+    Returns:
+        Values by metric name.
+    """
+    prompts = torch.from_numpy(batch.lengths("prompt_ids")).double()
+    responses = mask.sum(-1)
+    columns = {
+        "critic/score": scores,
+        "critic/rewards": token_rewards.sum(-1),
+        "critic/advantages": estimates[learned],
+        "critic/returns": returns[learned],
+        "response_length": responses,
+        "prompt_length": prompts,
+    }
+    metrics = {"response_length/clip_ratio": float(np.mean(batch.numpy("finish_reason") == "length"))}
+    if "entropy" in batch:
+        metrics["actor/entropy"] = float(batch.padded("entropy", mask.shape[1]).double()[mask > 0].mean())
+    if "values" in batch:
+        columns["critic/values"] = values = batch.padded("values", mask.shape[1]).double()[learned]
+        spread = returns[learned].var(unbiased=False)
+        error = (returns[learned] - values).var(unbiased=False)
+        metrics["critic/vf_explained_var"] = float(1 - error / spread) if spread > 0 else 0.0
+    for name, column in columns.items():
+        metrics |= {
+            f"{name}/mean": float(column.mean()),
+            f"{name}/max": float(column.max()),
+            f"{name}/min": float(column.min()),
+        }
+    return metrics
+
+
+def exists(config: RunConfig) -> bool:
+    return config.train.updates
+
+
+ADVANTAGES = RowsStage(
+    name="advantages",
+    label="adv",
+    config=AdvantagesConfig,
+    exists=exists,
+    reads={
+        "generate": (
+            "prompt_id",
+            "prompt_ids",
+            "response_mask",
+            "rollout_log_probs",
+            "by_expert",
+            "finish_reason",
+            "turns",
+            "turn_ends",
+        ),
+        "select": (),
+        "score": ("score", "reward_parts", "reward_error", "token_scores"),
+        "greedy_baseline": ("greedy_score", "greedy_tokens"),
+        "old_log_probs": ("old_log_probs", "entropy"),
+        "ref_log_probs": ("ref_log_probs",),
+        "teacher_log_probs": ("teacher_log_probs",),
+        "values": ("values",),
+    },
+    writes=TRAJECTORY.of("advantages"),
+    compute=advantages,
+    summary=ShardSummary,
+    sharded=False,
+    version=2,
+)

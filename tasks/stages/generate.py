@@ -1,0 +1,491 @@
+"""generate: the rollout engine answers the iteration's prompts, shard by shard."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pydantic import JsonValue
+
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.workers.calls import (
+    Answer,
+    C,
+    Call,
+    Context,
+    Experience,
+    ExpertExperience,
+    ShardOutput,
+    ShardStart,
+    ShardSummary,
+)
+from ratchet.rlhf.agents.agent_loop import Rules
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import CurriculumConfig, DynamicSamplingConfig, ReplayConfig, RunConfig
+from ratchet.rlhf.data.prompts import PromptDataset, encode
+from ratchet.rlhf.data.responses import response_text
+from ratchet.rlhf.environments import EnvironmentFailed
+from ratchet.rlhf.environments.calls import OnError
+from ratchet.rlhf.environments.dialogues import Beginning, Dialogue
+from ratchet.rlhf.rollout.engine import Request, Sampling
+from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.tasks.curriculum import solve_rates
+from ratchet.tasks.experience_replay import draw_experience
+from ratchet.tasks.stage import RowsStage, Until
+from ratchet.tasks.stages.score import ScoreSummary
+
+FIRST_TURN_CLIP_RATIO = "rollout/first_turn_clip_ratio"
+KINDS = {"rollout.environment": "the environment", "rollout.agent": "the agent"}
+"""What the policy takes turns with, by the config's section."""
+
+
+class PromptConfig(StageConfig):
+    """How a row of the dataset becomes a prompt."""
+
+    section = "data"
+    max_prompt_tokens: int = key("max_prompt_tokens")
+    truncation: str = key("truncation")
+    system_prompt: str | None = key("system_prompt")
+    special_tokens: str = key("special_tokens")
+
+
+class EnvironmentStageConfig(StageConfig):
+    section = "rollout.environment"
+    name: str = key("name")
+    options: dict[str, Any] = key("options")
+    max_turns: int = key("max_turns")
+    on_error: OnError = key("on_error")
+    max_error_share: float = key("max_error_share", operational=True)
+    timeout_s: float = key("timeout_s", operational=True)
+    concurrency: int = key("concurrency", operational=True)
+
+
+class AgentStageConfig(StageConfig):
+    section = "rollout.agent"
+    name: str = key("name")
+    options: dict[str, Any] = key("options")
+    max_calls: int = key("max_calls")
+    on_error: OnError = key("on_error")
+    max_error_share: float = key("max_error_share", operational=True)
+    timeout_s: float = key("timeout_s", operational=True)
+    host: str = key("host", operational=True)
+
+
+class GenerateConfig(StageConfig):
+    seed: int = key("run.seed")
+    dtype: str = key("model.dtype")
+    prompts_per_iteration: int = key("data.prompts_per_iteration")
+    prompt: PromptConfig
+    engine: str = key("rollout.engine")
+    n: int = key("rollout.n")
+    temperature: float = key("rollout.temperature")
+    top_p: float = key("rollout.top_p")
+    top_k: int = key("rollout.top_k")
+    min_p: float = key("rollout.min_p")
+    max_response_tokens: int = key("rollout.max_response_tokens")
+    seeds: Literal["trajectory", "engine"] = key("rollout.seeds")
+    ignore_eos: bool = key("rollout.ignore_eos")
+    stop: tuple[str, ...] = key("rollout.stop")
+    environment: EnvironmentStageConfig | None
+    agent: AgentStageConfig | None
+    quantization: str | None = key("rollout.quantization")
+    prompts_per_shard: int = key("rollout.prompts_per_shard")
+    dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
+    weights: tuple[float, ...] | None = key("data.weights")
+    curriculum: CurriculumConfig | None = key("data.curriculum")
+    replay: ReplayConfig | None = key("data.replay")
+    # operational: the dataset's digest covers the content of the files, and the assigned weights cover `partial`
+    train: tuple[str, ...] = key("data.train", operational=True)
+    partial: bool = key("rollout.partial", operational=True)
+
+
+class GenerateSummary(ShardSummary):
+    tokens: int
+    oldest_version: int | None = None
+    """The oldest version of the policy that drew any of the tokens; None: an older release, or there are no tokens."""
+    errors: int = 0
+    tool_errors: int = 0
+    conversations: int = 0
+    """Trajectories that may take several turns."""
+    cut_in_first_turn: int = 0
+    """Those of them that were at `rollout.max_response_tokens` after one turn of the policy."""
+    num_turns: dict[int, int] = {}
+    """With an environment or an agent: how many conversations have a number of turns."""
+    num_branches: dict[int, int] = {}
+    """With an agent: how many trajectories have a number of branches."""
+    replayed: int = 0
+    """Number of trajectories that repeat earlier ones, or that experts wrote."""
+
+
+def shards_of(driver: Driver) -> int:
+    """Number of shards; the maximum, with dynamic sampling."""
+    return -(-driver.config.max_prompts // driver.config.rollout.prompts_per_shard)
+
+
+def samples_dynamically(config: RunConfig) -> bool:
+    return config.algorithm.dynamic_sampling is not None
+
+
+def expected_share(config: RunConfig) -> float:
+    """The share of the prompts that a shard gives if the scores of all its prompts differ."""
+    return config.rollout.prompts_per_shard / config.data.prompts_per_iteration
+
+
+def share_that_differs(config: RunConfig, scored: Sequence[Mapping[str, JsonValue]]) -> float:
+    """The share of the prompts that dynamic sampling has; `scored` has a summary per scored shard."""
+    differ = sum(ScoreSummary.model_validate(shard).prompts_that_differ for shard in scored)
+    return differ / config.data.prompts_per_iteration
+
+
+def generation_metrics(summaries: Sequence[GenerateSummary]) -> dict[str, float]:
+    errors = sum(shard.errors for shard in summaries)
+    tool_errors = sum(shard.tool_errors for shard in summaries)
+    metrics = {"perf/generated_tokens": float(sum(shard.tokens for shard in summaries))}
+    if conversations := sum(shard.conversations for shard in summaries):
+        metrics[FIRST_TURN_CLIP_RATIO] = sum(shard.cut_in_first_turn for shard in summaries) / conversations
+    if turns := [turns for shard in summaries for turns in Counter(shard.num_turns).elements()]:
+        mean = sum(turns) / len(turns)
+        metrics |= {"num_turns/min": float(min(turns)), "num_turns/max": float(max(turns)), "num_turns/mean": mean}
+    if branches := [count for shard in summaries for count in Counter(shard.num_branches).elements()]:
+        metrics["num_branches/mean"] = sum(branches) / len(branches)
+    replayed = sum(shard.replayed for shard in summaries)
+    metrics |= {"rollout/replayed": float(replayed)} if replayed else {}
+    metrics |= {"rollout/tool_errors": float(tool_errors)} if tool_errors else {}
+    return metrics | ({"rollout/errors": float(errors)} if errors else {})
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a shard, and how the policy answers them."""
+
+    dataset: PromptDataset
+    rows: list[tuple[int, int]]
+    """For each prompt, its number in the iteration and its row in the dataset."""
+    config: PromptConfig
+    n: int
+    """Trajectories per prompt."""
+    sampling: Sampling
+    environment: EnvironmentStageConfig | None
+    agent: AgentStageConfig | None
+
+    @property
+    def talks(self) -> EnvironmentStageConfig | AgentStageConfig | None:
+        """What the policy takes turns with."""
+        return self.environment or self.agent
+
+    @property
+    def max_turns(self) -> int:
+        """The largest number of turns of the policy in a trajectory."""
+        if self.agent is not None:
+            return self.agent.max_calls
+        return 1 if self.environment is None else self.environment.max_turns
+
+
+def _numbers(config: GenerateConfig, shard: int) -> range:
+    """The numbers in the iteration of a shard's prompts."""
+    sampling = config.dynamic_sampling
+    limit = config.prompts_per_iteration if sampling is None else sampling.max_prompts
+    first = shard * config.prompts_per_shard
+    return range(first, min(first + config.prompts_per_shard, limit))
+
+
+def draws(driver: Driver, iteration: int, shard: int, config: GenerateConfig, cursor: int) -> tuple[int, ...] | None:
+    """Draw the prompts of a shard, if that depends on what the run has committed.
+
+    Args:
+        driver: Driver of the run.
+        iteration: Iteration of the shard.
+        shard: Index of the shard.
+        config: Config of the stage.
+        cursor: Position in the dataset at which the iteration begins.
+
+    Returns:
+        Indices of prompts; None without `data.curriculum`: the worker draws them.
+    """
+    curriculum, numbers = config.curriculum, _numbers(config, shard)
+    if curriculum is None:
+        return None
+    rates, weight = solve_rates(driver, iteration, curriculum), curriculum.weight
+    dataset = driver.groups.local.worker.resources.dataset(config.train)
+    drawn = dataset.draw(
+        config.seed,
+        cursor + numbers.start,
+        len(numbers),
+        config.weights,
+        lambda row: weight if rates.get(row) in (0.0, 1.0) else 1.0,
+    )
+    return tuple(drawn)
+
+
+def replays(
+    driver: Driver, iteration: int, shard: int, config: GenerateConfig
+) -> Mapping[int, Experience | ExpertExperience]:
+    """Draw prompts of a shard together with answers; none without `data.replay`."""
+    if config.replay is None:
+        return {}
+    return draw_experience(
+        driver,
+        iteration,
+        _numbers(config, shard),
+        config.replay,
+        seed=config.seed,
+        prompts=config.prompts_per_iteration,
+        n=config.n,
+        limit=config.max_response_tokens,
+    )
+
+
+def prompts_of(context: Context[GenerateConfig]) -> Prompts:
+    """The prompts of a shard of `generate`; the call has the position at which the iteration begins in the dataset."""
+    config = context.config
+    dataset = context.resources.dataset(config.train)
+    numbers = _numbers(config, context.shard)
+    drawn: Sequence[int] | None = context.call.drawn
+    if drawn is None:
+        drawn = dataset.draw(config.seed, context.call.cursor + numbers.start, len(numbers), config.weights)
+    sampling = Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_tokens=config.max_response_tokens,
+        seed=config.seed,
+        seeds=config.seeds,
+        ignore_eos=config.ignore_eos,
+        stop=config.stop,
+    )
+    rows = dict(zip(numbers, drawn, strict=True))
+    rows |= {number: dataset.index_of(experience.row) for number, experience in context.call.replayed.items()}
+    return Prompts(dataset, list(rows.items()), config.prompt, config.n, sampling, config.environment, config.agent)
+
+
+def begin(context: Context[GenerateConfig]) -> ShardStart:
+    return begin_trajectories(context, prompts_of(context))
+
+
+def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
+    """Turn the complete trajectories of a shard into rows.
+
+    Args:
+        context: The call and the trajectories.
+
+    Returns:
+        `rollout.n` trajectories for each prompt, and the position after the shard's last prompt.
+    """
+    prompts = prompts_of(context)
+    batch = trajectories(context, prompts)
+    generated = [dialogue for dialogue in context.dialogues if dialogue.replayed_from is None]
+    talks, conversations = prompts.talks is not None, [part for all in generated for part in all.conversations]
+    summary = GenerateSummary(
+        tokens=sum(sum(dialogue.mask) for dialogue in conversations),
+        replayed=len(context.dialogues) - len(generated),
+        oldest_version=min((version for dialogue in conversations for version in dialogue.versions), default=None),
+        errors=sum(dialogue.error is not None for dialogue in context.dialogues),
+        tool_errors=sum(dialogue.tool_error is not None for dialogue in generated),
+        conversations=len(generated) if prompts.max_turns > 1 else 0,
+        cut_in_first_turn=sum(map(_is_cut_in_first_turn, generated)) if prompts.max_turns > 1 else 0,
+        num_turns=Counter(dialogue.num_turns for dialogue in conversations) if talks else {},
+        num_branches=Counter(len(dialogue.branches) for dialogue in context.dialogues) if prompts.agent else {},
+        cursor=context.call.cursor + prompts.rows[-1][0] + 1,
+    )
+    return ShardOutput(batch, summary)
+
+
+def _is_cut_in_first_turn(trajectory: Dialogue) -> bool:
+    turns = sum(len(dialogue.turn_ends) for dialogue in trajectory.conversations)
+    return trajectory.finish_reason == "length" and turns == 1
+
+
+def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
+    """Begin `n` trajectories for each prompt.
+
+    Args:
+        context: Gives the tokenizer and the environment.
+        prompts: The prompts.
+
+    Returns:
+        The trajectories, prompt by prompt, without tokens.
+    """
+    dialogues: list[Dialogue] = []
+    for number, row in prompts.rows:
+        prompt = prompts.dataset[row]
+        _, ids = _encoded(context, prompts, row)
+        messages = prompt.after(prompts.config.system_prompt)
+        answers = context.replayed.get(number, ())
+        for sample in range(prompts.n):
+            request = Request(f"{_prompt_id(context, number)}-s{sample:02d}", tuple(ids))
+            beginning = Beginning(messages, prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
+            dialogue = Dialogue(request, beginning)
+            if sample < len(answers):
+                _repeat(dialogue, answers[sample])
+            dialogues.append(dialogue)
+    environment, agent = prompts.environment, prompts.agent
+    if agent is not None:
+        programs = context.resources.agents(
+            agent.name,
+            agent.options,
+            host=agent.host,
+            max_calls=agent.max_calls,
+            timeout_s=agent.timeout_s,
+            on_error=agent.on_error,
+        )
+        return ShardStart(tuple(dialogues), Rules(prompts.sampling, agents=programs))
+    if environment is None:
+        return ShardStart(tuple(dialogues), Rules(prompts.sampling))
+    calls = context.resources.environments(
+        environment.name,
+        environment.options,
+        timeout_s=environment.timeout_s,
+        concurrency=environment.concurrency,
+        on_error=environment.on_error,
+    )
+    return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns))
+
+
+def _repeat(dialogue: Dialogue, answer: Answer) -> None:
+    """Complete a trajectory with an answer that its prompt is drawn with."""
+    dialogue.restore(
+        {
+            "ids": answer.ids,
+            "log_probs": answer.log_probs,
+            "mask": answer.mask,
+            "versions": answer.versions,
+            "turn_starts": [0],
+            "turn_ends": [len(answer.ids)],
+            "turn_rewards": [],
+            "finish_reason": answer.finish_reason,
+            "tool_error": None,
+        }
+    )
+    dialogue.replayed_from, dialogue.by_expert = answer.source, answer.by_expert
+
+
+def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
+    """The complete trajectories of a shard, with all columns of `generate`: a row each, or with an agent a row for each
+    of their conversations.
+
+    Args:
+        context: Gives the tokenizer and the trajectories.
+        prompts: The prompts.
+
+    Raises:
+        EnvironmentFailed: if too many of the environments failed; see `rollout.environment.max_error_share`.
+    """
+    tokenizer, dialogues = context.resources.tokenizer, context.dialogues
+    talks, assigned = prompts.talks is not None, context.call.weights
+    assert assigned is not None, "the rollout has weights"
+    if prompts.talks is not None:
+        _check_errors(context.call, dialogues, prompts.talks)
+    columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
+    for place, trajectory in enumerate(dialogues):
+        number, row = prompts.rows[place // prompts.n]
+        prompt = prompts.dataset[row]
+        text, ids = _encoded(context, prompts, row)
+        for branch, dialogue in enumerate(trajectory.conversations):
+            has_own_prompt = dialogue is not trajectory
+            unanswered = len(dialogue.turn_ends) - dialogue.answered
+            values = {
+                "trajectory_id": dialogue.request.trajectory_id,
+                "prompt_id": _prompt_id(context, number),
+                "sample": place % prompts.n,
+                "dataset_row": prompts.dataset.row(row),
+                "data_source": prompt.data_source,
+                "messages": json.dumps(prompt.after(prompts.config.system_prompt), ensure_ascii=False),
+                "prompt_is_text": prompt.is_text,
+                "prompt": tokenizer.decode(dialogue.request.prompt_ids) if has_own_prompt else text,
+                "prompt_ids": dialogue.request.prompt_ids if has_own_prompt else ids,
+                "ground_truth": prompt.ground_truth,
+                "ground_truth_is_json": prompt.ground_truth_is_json,
+                "extra_info": prompt.extra_info,
+                "seed": prompts.sampling.seed,
+                "response": response_text(dialogue.ids, tokenizer),
+                "response_ids": dialogue.ids,
+                "rollout_log_probs": dialogue.log_probs,
+                "response_mask": dialogue.mask,
+                "finish_reason": trajectory.finish_reason,
+                "policy_version": dialogue.versions[0] if dialogue.versions else assigned.version,
+                "replayed_from": trajectory.replayed_from,
+                "by_expert": trajectory.by_expert,
+                "token_versions": dialogue.versions if len(set(dialogue.versions)) > 1 else None,
+                "turns": dialogue.turns(tokenizer) if talks else None,
+                "rollout_error": trajectory.error,
+                "tool_error": trajectory.tool_error,
+                "environment_reward": _environment_reward(trajectory, prompts),
+                "turn_rewards": None if prompts.environment is None else [*dialogue.turn_rewards, *[0.0] * unanswered],
+                "turn_ends": dialogue.turn_ends if talks else None,
+                "branch": None if prompts.agent is None else branch,
+                "calls": None if prompts.agent is None else [asdict(call) for call in dialogue.calls],
+                "agent_parts": None
+                if prompts.agent is None
+                else list((trajectory.result.parts if trajectory.result is not None else {}).items()),
+            }
+            for name, value in values.items():
+                columns[name].append(value)
+    return TrajectoryBatch.of(columns)
+
+
+def _environment_reward(trajectory: Dialogue, prompts: Prompts) -> float | None:
+    """The reward that the environment gave, or the agent returned."""
+    if prompts.agent is None:
+        return None if prompts.environment is None else trajectory.reward
+    return None if trajectory.result is None else trajectory.result.reward
+
+
+def _check_errors(
+    call: Call[C], dialogues: Sequence[Dialogue], talks: EnvironmentStageConfig | AgentStageConfig
+) -> None:
+    errors = [dialogue.error for dialogue in dialogues if dialogue.error is not None]
+    if len(errors) > talks.max_error_share * len(dialogues):
+        raise EnvironmentFailed(
+            f"{KINDS[talks.section]} failed for {len(errors)} of the {len(dialogues)} trajectories of shard "
+            f"{call.shard} ({call.stage}, iteration {call.iteration}), more than {talks.section}.max_error_share "
+            f"{talks.max_error_share:g}: nothing of the shard is committed. Fix what it needs and resume; if its "
+            f"code changes and other shards are committed, resume names the fork that continues. The first error: "
+            f"{errors[0]}"
+        )
+
+
+def _encoded(context: Context[C], prompts: Prompts, row: int) -> tuple[str, list[int]]:
+    return encode(
+        prompts.dataset[row],
+        context.resources.tokenizer,
+        max_tokens=prompts.config.max_prompt_tokens,
+        truncation=prompts.config.truncation,
+        system_prompt=prompts.config.system_prompt,
+    )
+
+
+def _prompt_id(context: Context[C], number: int) -> str:
+    return f"it{context.iteration:06d}-p{number:05d}"
+
+
+def exists(config: RunConfig) -> bool:
+    return True
+
+
+GENERATE = RowsStage(
+    name="generate",
+    label="gen",
+    config=GenerateConfig,
+    exists=exists,
+    writes=TRAJECTORY.of("generate"),
+    compute=generate,
+    begin=begin,
+    summary=GenerateSummary,
+    metrics=generation_metrics,
+    count=shards_of,
+    draws=draws,
+    replays=replays,
+    until=Until(
+        applies=samples_dynamically,
+        follow=("reward_model", "score"),
+        expected=expected_share,
+        share=share_that_differs,
+    ),
+    outside=("dataset", "experts", "tokenizer", "environment"),
+    role="rollout",
+)

@@ -1,0 +1,49 @@
+"""old_log_probs: log-probs and entropy of the responses under the actor before its update."""
+
+from __future__ import annotations
+
+from ratchet.infra.workers.calls import Context, ShardOutput, ShardSummary
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.tasks.stage import RowsStage
+
+
+class OldLogProbsConfig(StageConfig):
+    dtype: str = key("model.dtype")
+    temperature: float = key("rollout.temperature")
+    micro_batch_tokens: int = key("actor.micro_batch_tokens", operational=True)
+
+
+def old_log_probs(context: Context[OldLogProbsConfig]) -> ShardOutput[ShardSummary]:
+    config, batch = context.config, context.batch
+    outputs = context.engine.infer(
+        batch,
+        ("log_probs", "entropy"),
+        temperature=config.temperature,
+        micro_batch_tokens=config.micro_batch_tokens,
+    )
+    columns = {
+        "trajectory_id": batch.array("trajectory_id"),
+        "old_log_probs": outputs["log_probs"],
+        "entropy": outputs["entropy"],
+    }
+    return ShardOutput(TrajectoryBatch.of(columns), ShardSummary())
+
+
+def exists(config: RunConfig) -> bool:
+    return config.train.updates and config.needs_old_log_probs
+
+
+OLD_LOG_PROBS = RowsStage(
+    name="old_log_probs",
+    label="old",
+    config=OldLogProbsConfig,
+    exists=exists,
+    reads={"generate": ("prompt_ids", "response_ids"), "select": ()},
+    writes=TRAJECTORY.of("old_log_probs"),
+    compute=old_log_probs,
+    summary=ShardSummary,
+    role="actor",
+)

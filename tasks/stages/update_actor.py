@@ -1,0 +1,91 @@
+"""update_actor: PPO epochs over shuffled mini-batches of the iteration's trajectories."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ratchet.infra.workers.calls import Context
+from ratchet.rlhf.algorithms import PolicyLoss, RolloutCorrection
+from ratchet.rlhf.algorithms.kl import Estimator
+from ratchet.rlhf.algorithms.objectives import ActorObjective
+from ratchet.rlhf.batch import ragged
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.seeding import generator
+from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.rlhf.train.performance import memory
+from ratchet.tasks.optimizer_steps import ActorStageConfig, optimizer_steps, updated
+from ratchet.tasks.stage import UpdateStage
+
+
+class UpdateActorConfig(StageConfig):
+    seed: int = key("run.seed")
+    dtype: str = key("model.dtype")
+    temperature: float = key("rollout.temperature")
+    max_response_tokens: int = key("rollout.max_response_tokens")
+    loss: PolicyLoss = key("algorithm.loss")
+    kl_in_loss: float | None = key("algorithm.kl.in_loss")
+    kl_estimator: Estimator = key("algorithm.kl.loss_estimator")
+    entropy_coef: float = key("algorithm.entropy_coef")
+    rollout_correction: RolloutCorrection | None = key("algorithm.rollout_correction")
+    critic_warmup_iterations: int | None = key("critic.warmup_iterations")
+    trainer: ActorStageConfig
+
+
+def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
+    """Update the actor; returns metrics."""
+    config, batch = context.config, context.batch
+    correction, loss = config.rollout_correction, config.loss
+    if correction is not None and correction.bypass:
+        batch = batch.renamed({"rollout_log_probs": "old_log_probs"})
+    if "selection_noise" in loss.needs:
+        lengths = batch.lengths("response_ids")
+        draw = generator(config.seed, context.call.stage, context.iteration, "selection")
+        noise = ragged(draw.random(lengths.sum(), dtype=np.float32), lengths)
+        batch = batch.with_column("selection_noise", noise)
+    objective = ActorObjective(
+        policy_loss=loss,
+        kl_in_loss=config.kl_in_loss,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        on_policy="old_log_probs" not in batch,
+        weighted=not batch.array("rollout_is_weights").null_count,
+        horizon=config.max_response_tokens,
+    )
+    plan = optimizer_steps(
+        context,
+        config.trainer,
+        config.seed,
+        temperature=config.temperature,
+        skipped=config.critic_warmup_iterations or 0,
+    )
+    return {**updated(context, batch, objective, plan), **memory()}
+
+
+def exists(config: RunConfig) -> bool:
+    return True
+
+
+def skipped(config: RunConfig, iteration: int) -> str | None:
+    if not config.train.updates:
+        return "this run only scores"
+    warms_up = config.needs_critic and config.critic is not None and iteration < config.critic.warmup_iterations
+    return "the critic warms up" if warms_up else None
+
+
+UPDATE_ACTOR = UpdateStage(
+    name="update_actor",
+    label="actor",
+    config=UpdateActorConfig,
+    exists=exists,
+    reads={
+        "generate": ("prompt_ids", "response_ids", "rollout_log_probs"),
+        "select": (),
+        "advantages": ("advantages", "loss_mask", "rollout_is_weights"),
+        "old_log_probs": ("old_log_probs",),
+        "ref_log_probs": ("ref_log_probs",),
+    },
+    compute=update_actor,
+    skipped=skipped,
+    role="actor",
+    version=2,
+)
