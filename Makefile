@@ -1,6 +1,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: demo vllm sglang browser ceph test test-slow test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
@@ -79,15 +80,15 @@ bench-vllm: .venv/vllm ## those of rollout engines
 
 bench-trl: .venv/installed ## the comparison with TRL, which gets environments of its own in build/
 	benchmarks/trl/environments.sh
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) python benchmarks/trl/compare.py
+	OMP_NUM_THREADS=1 python benchmarks/trl/compare.py
 
 # with any Python that has PyTorch and transformers: nothing is installed
 gpu: PYTHON = python3
 gpu: ## what one GPU shows in ten minutes, in gpu.md
-	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PYTHON) benchmarks/gpu.py
+	PYTHONPATH=$(CURDIR)/src:$(PYTHONPATH) $(PYTHON) benchmarks/gpu.py
 
 gpu-train: .venv/vllm ## a small GRPO run with vLLM on the same GPU, killed and resumed, in gpu-train.md
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) python benchmarks/gpu_train.py
+	OMP_NUM_THREADS=1 python benchmarks/gpu_train.py
 
 docs: .venv/installed ## what is generated: configuration, algorithms, metrics
 	python -m ratchet.flows.reference

@@ -121,7 +121,7 @@ def run(step: Step, left_s: float) -> Result:
         return Result(step, f"skipped: {reason}", 0.0, "", is_good=bool(missing))
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(
             [sys.executable, *step.command],

@@ -119,7 +119,7 @@ class Training:
         self.url = f"{config.run.store}/{config.run.name}"
         self.log = root / f"{name}.log"
         self.turns = root / f"{name}.turns"
-        path_list = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        path_list = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path_list, "PREFECT_HOME": str(root / "prefect")}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(

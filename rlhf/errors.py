@@ -27,7 +27,7 @@ class EngineLost(RatchetError):
 
 def raised(error: BaseException) -> str:
     """An exception of user code and its location there, such as ``KeyError: 'a' at mine.py:12 in step``."""
-    ours_or_installed = (Path(__file__).parent, sys.prefix, sys.base_prefix)
+    ours_or_installed = (Path(__file__).parents[1], sys.prefix, sys.base_prefix)
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

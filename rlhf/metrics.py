@@ -298,8 +298,8 @@ def validation_metrics(source: str, statistics: Mapping[str, float], n: int) -> 
 
     Args:
         source: the data source.
-        statistics: the values of `ratchet.rlhf.validation`: `mean_score`, `pass@1`, `maj@n` and `best@n`. Older releases also
-            have `mean@n`, which leaves out incomplete prompts; `mean_score` replaces it.
+        statistics: the values of `ratchet.rlhf.validation`: `mean_score`, `pass@1`, `maj@n` and `best@n`. Older
+            releases also have `mean@n`, which leaves out incomplete prompts; `mean_score` replaces it.
         n: answers per prompt.
 
     Returns:

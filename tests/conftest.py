@@ -22,6 +22,9 @@ from tests.prefect_server import locked, prefect_api
 from tests.processes import Processes
 from tests.s3_server import moto_server, s3_at
 
+ROOT = Path(__file__).parents[1]
+paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # processes of the tests import this checkout, too
 if "PYTEST_XDIST_WORKER" not in os.environ:  # whose workers share it
     STATE = tempfile.TemporaryDirectory(prefix="ratchet-state-")
     os.environ["XDG_STATE_HOME"] = STATE.name

@@ -260,7 +260,7 @@ class Run:
         return {name: self.store.columns_of(state, name) for name in row_stages(state) if name != VALIDATE}
 
     def query(self, sql: str) -> pd.DataFrame:
-        """Run SQL over the run's committed data; `ratchet.infra.runs.query.query` describes the tables, and takes several runs.
+        """Run SQL over the run's committed data; `ratchet.query` describes the tables, and takes several runs.
 
         Args:
             sql: one statement.

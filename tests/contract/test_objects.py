@@ -264,7 +264,8 @@ def test_a_failing_disk_leaves_nothing_behind(
 
 def test_a_writer_killed_halfway_leaves_no_half_object(folder: Path) -> None:
     kill = (
-        "import os, sys; from ratchet.infra.store.object_store import LocalBackend; os.fsync = lambda handle: os._exit(9)\n"
+        "import os, sys; from ratchet.infra.store.object_store import LocalBackend\n"
+        "os.fsync = lambda handle: os._exit(9)\n"
         "getattr(LocalBackend(sys.argv[1]), sys.argv[2])('key', b'x' * 100_000)"
     )
     folder.mkdir()

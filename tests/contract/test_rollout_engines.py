@@ -528,9 +528,9 @@ def test_new_weights_are_broadcast_to_sglang(policy_folder: Path, monkeypatch: p
 
 DIES_AMID_WEIGHTS = """
 import os, sys, torch
-from ratchet.rlhf.engines import weight_transfer
+from ratchet.rlhf.weights import buckets
 from ratchet.rlhf.rollout.server_engine import ServerRollout
-weight_transfer.BUCKET_BYTES = {"cpu": 4}
+buckets.BUCKET_BYTES = {"cpu": 4}
 def weights():
     for _ in range(9):
         yield "lm_head.weight", torch.ones(78, 128)

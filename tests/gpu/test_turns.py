@@ -39,7 +39,7 @@ def test_memory_that_was_left_belongs_to_other_processes_and_comes_back_with_its
 DIGEST = """
 import sys
 from pathlib import Path
-from ratchet.rlhf.engines import determinism
+from ratchet.rlhf.distributed import determinism
 determinism.enforce()
 from tests.contract.conftest import batch
 from tests.contract.test_train_engines import PLAN, kind_of

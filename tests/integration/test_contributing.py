@@ -65,7 +65,7 @@ def start_ratchet(folder: Path, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()", *map(str, arguments)],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": f"{folder / 'src'}:{folder}", "OMP_NUM_THREADS": "1"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -80,14 +80,14 @@ class Copy:
         self.folder = folder
         for package in ("flows", "tasks", "infra", "rlhf"):
             shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "src", folder / "src", symlinks=True)
         (folder / "tests").mkdir()
         shutil.copy(ROOT / "tests" / "rewards.py", folder / "tests")
-        (folder / "tasks" / "budget.py").write_text(example("A stage"))
+        (folder / "tasks" / "stages" / "budget.py").write_text(example("A stage"))
         pipeline = folder / "tasks" / "pipeline.py"
         text = pipeline.read_text().replace("    GENERATE,\n", "    GENERATE,\n    BUDGET,\n")
-        pipeline.write_text(
-            text.replace("from ratchet.tasks.stage", "from tasks.budget import BUDGET\nfrom ratchet.tasks.stage", 1)
-        )
+        first = "from ratchet.tasks.stage"
+        pipeline.write_text(text.replace(first, f"from ratchet.tasks.stages.budget import BUDGET\n{first}", 1))
 
     def ratchet(self, *arguments: object) -> subprocess.Popen[str]:
         return start_ratchet(self.folder, *arguments)

@@ -194,7 +194,8 @@ def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> No
     """As a reward's process is killed that has taken too long. Bubblewrap sees to it by itself."""
     noted = tmp_path / "pid"
     program = f"import os, time; open({str(noted)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    run = f"from ratchet.rlhf.rewards.code import *; run({program!r}, '', False, seconds=600, memory_mb=512, sandbox='limits')"
+    limits = "seconds=600, memory_mb=512, sandbox='limits'"
+    run = f"from ratchet.rlhf.rewards.code import *; run({program!r}, '', False, {limits})"
     waits = subprocess.Popen([sys.executable, "-c", run])
     while not (noted.exists() and noted.read_text()):
         assert waits.poll() is None

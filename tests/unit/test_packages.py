@@ -14,14 +14,17 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("name", ["flows", "tasks", "rlhf", "infra"])
 def test_a_package_is_the_projects_own(name: str) -> None:
-    module = importlib.import_module(name)
+    module = importlib.import_module(f"ratchet.{name}")
     assert module.__file__ is not None
-    assert Path(module.__file__).parent == ROOT / name
+    assert Path(module.__file__).resolve().parent == ROOT / name
 
 
 def test_reading_a_run_needs_neither_torch_nor_prefect() -> None:
     heavy = ("torch", "prefect", "transformers")
-    script = f"import sys, ratchet.infra.runs.run, ratchet.flows.commands.tables; print([name for name in {heavy} if name in sys.modules])"
+    script = f"""
+import sys, ratchet.infra.runs.run, ratchet.flows.commands.tables
+print([name for name in {heavy} if name in sys.modules])
+"""
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.strip() == "[]"
 

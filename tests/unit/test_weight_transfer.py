@@ -190,8 +190,6 @@ def test_what_arrives_may_be_kept_in_files(tmp_path: Path) -> None:
 
 RECEIVES_ONE_TENSOR = """
 import os, sys
-from ratchet.rlhf.engines import weight_transfer
-from ratchet.rlhf.weights.weight_files import write_weights
 from ratchet.rlhf.weights.broadcast import WeightLink
 _, tensors = WeightLink(sys.argv[1], 1, 2, "127.0.0.1", 600).receive()
 next(tensors)
