@@ -39,7 +39,7 @@ os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 import numpy as np
 
 from benchmarks import parts
-from ratchet.rlhf.environments import Observation
+from ratchet.rlhf.environments.environment import Observation
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling
 
 TRAJECTORIES, PER_SHARD, PROMPT = 128, 64, 32

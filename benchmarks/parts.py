@@ -120,7 +120,7 @@ def synced(driver: Driver) -> float:
 
 def vllm_options(config: RunConfig) -> dict[str, Any]:
     """The options with which Ratchet starts vLLM."""
-    from ratchet.rlhf.models import load_tokenizer
+    from ratchet.rlhf.models.tokenizers import load_tokenizer
     from ratchet.rlhf.rollout.build import vllm_rollout
 
     engine = vllm_rollout(config, load_tokenizer(config.model))

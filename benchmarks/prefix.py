@@ -29,7 +29,7 @@ from ratchet.rlhf.algorithms.objectives import ActorObjective
 from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ActorConfig, ModelConfig
-from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.train.build import train_engine
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.model_engine import ModelEngine

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ratchet.rlhf.config import ModelConfig
-from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.rollout.vllm_engine import HOST_MEMORY
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from ratchet.rlhf.weights.buckets import Packed, SharedMemory, send

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from ratchet.rlhf.data import countdown
-from ratchet.rlhf.models import save
+from ratchet.rlhf.models.loading import save
 
 DIGITS_AND_OPERATORS = r"\d|(?<! )[-+*/()=](?! )|(?<=[\d(+*/-])[-+*/()=]|[-+*/()=](?=[\d(])"
 CHAT_TEMPLATE = (

@@ -17,7 +17,7 @@ from ratchet.infra.workers.calls import Call, RowsCall
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.rewards import check_rewards
+from ratchet.rlhf.rewards.registry import check_rewards
 from ratchet.tasks.recording import noted, recorded_task
 from ratchet.tasks.stages.validate import VALIDATE
 

@@ -28,7 +28,6 @@ from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.run_store import parquet_bytes
 from ratchet.rlhf import consent, seeding
 from ratchet.rlhf.config import JudgeConfig, RewardTraining, RunConfig, overridden, validated
-from ratchet.rlhf.data.datasets import MESSAGES
 from ratchet.rlhf.data.examples import pair_of
 from ratchet.rlhf.data.files import read
 from ratchet.rlhf.data.formats import Messages
@@ -37,6 +36,7 @@ from ratchet.rlhf.errors import UserError, counted
 from ratchet.rlhf.rewards import judge
 from ratchet.rlhf.rewards.chat import Chat
 from ratchet.rlhf.rewards.functions import Metadata, Trajectory
+from ratchet.rlhf.schema import MESSAGES
 from ratchet.tasks.analysis.plan import fork_run, latest_point
 
 SPEC, VERDICT = "relabel.json", "verdict.json"

@@ -11,7 +11,8 @@ from ratchet.rlhf.algorithms.objectives import SupervisedObjective
 from ratchet.rlhf.config import SFTConfig
 from ratchet.rlhf.data.examples import supervised
 from ratchet.rlhf.data.turns import treat_special_tokens
-from ratchet.rlhf.models import check_embeddings, eos_token_ids, load_actor, load_tokenizer
+from ratchet.rlhf.models.loading import load_actor
+from ratchet.rlhf.models.tokenizers import check_embeddings, eos_token_ids, load_tokenizer
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from ratchet.tasks.fine_tuning import Fit, fit
 from ratchet.tasks.recording import noted

@@ -12,7 +12,7 @@ from ratchet.rlhf.config import ModelConfig, RunConfig
 from ratchet.rlhf.data.prompts import PromptDataset, encode
 from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
 from ratchet.rlhf.errors import counted, reached
-from ratchet.rlhf.models import model_folder, parameter_count
+from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 from ratchet.rlhf.rollout.device_memory import gradients, resident
 
 SHOWN = 300

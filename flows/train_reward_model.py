@@ -12,7 +12,8 @@ from ratchet.rlhf.algorithms.objectives import PreferenceObjective
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RewardTraining
 from ratchet.rlhf.data.examples import preferences
-from ratchet.rlhf.models import check_embeddings, load_scorer, load_tokenizer
+from ratchet.rlhf.models.loading import load_scorer
+from ratchet.rlhf.models.tokenizers import check_embeddings, load_tokenizer
 from ratchet.rlhf.train.model_engine import ModelEngine
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from ratchet.tasks.fine_tuning import Fit, fit

@@ -219,8 +219,8 @@ def _files_of(module: str, *, is_file: bool) -> tuple[Path, ...] | None:
 
 def _of_model(key: str, model: ModelConfig) -> Code | None:
     """The code of a model; None if it brings none."""
-    from ratchet.rlhf.models import model_folder
     from ratchet.rlhf.models.custom_code import code_files, code_names
+    from ratchet.rlhf.models.model_folders import model_folder
 
     try:
         folder = model_folder(model, key.removesuffix(f".{REMOTE_CODE}"))

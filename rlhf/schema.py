@@ -10,6 +10,8 @@ import pyarrow as pa
 
 _TOKENS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float32())
+MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+"""Type of a column of messages."""
 
 
 def branch_id(trajectory_id: str, number: int) -> str:

@@ -17,7 +17,8 @@ from ratchet.rlhf.algorithms.objectives import Objective
 from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import LRScheduleConfig, RewardTraining, SFTConfig
-from ratchet.rlhf.models import copy_tokenizer, save
+from ratchet.rlhf.models.loading import save
+from ratchet.rlhf.models.tokenizers import copy_tokenizer
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.learning_rate import learning_rate
 from ratchet.rlhf.train.model_engine import ModelEngine, float32_model

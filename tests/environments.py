@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ratchet.rlhf.environments import Observation
+from ratchet.rlhf.environments.environment import Observation
 
 
 class Chatty:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ratchet.rlhf.rewards import Trajectory
+from ratchet.rlhf.rewards.functions import Trajectory
 from ratchet.rlhf.rewards.pool import AnswerStore, RewardPool, TrialAnswer
 
 

@@ -71,7 +71,7 @@ Output = Annotated[Path, typer.Argument(metavar="OUT", help="folder for train.pa
 @data.command()
 def gsm8k(output: Output, source: Source = "hf://datasets/openai/gsm8k/main") -> None:
     """GSM8K: grade-school maths, from the original JSON lines (question, answer) or from the hub."""
-    from ratchet.rlhf.data import datasets
+    from ratchet.rlhf.convert import datasets
 
     _write_splits(output, source, datasets.gsm8k)
 
@@ -79,7 +79,7 @@ def gsm8k(output: Output, source: Source = "hf://datasets/openai/gsm8k/main") ->
 @data.command()
 def math(output: Output, source: Source = "hf://datasets/DigitalLearningGmbH/MATH-lighteval/data") -> None:
     """MATH and similar datasets: rows of problem and solution, or problem and answer."""
-    from ratchet.rlhf.data import datasets
+    from ratchet.rlhf.convert import datasets
 
     _write_splits(output, source, datasets.math)
 
@@ -96,7 +96,7 @@ def prompts(
     """Prompts from any table."""
     from functools import partial
 
-    from ratchet.rlhf.data import datasets
+    from ratchet.rlhf.convert import datasets
 
     _write_splits(
         output,
@@ -109,8 +109,9 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
     import fsspec
     import pyarrow.parquet as pq
 
+    from ratchet.rlhf.config.sections import DATA_ENDINGS
     from ratchet.rlhf.data.files import read
-    from ratchet.rlhf.data.folders import ENDINGS, FORMATS
+    from ratchet.rlhf.data.folders import FORMATS
 
     try:
         files, path = fsspec.core.url_to_fs(source)
@@ -124,7 +125,7 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
     for name in sorted(names):
         # test.jsonl, test-00000-of-00001.parquet, but not test_socratic.jsonl; a single file is for training by default
         named_split = re.match(r"(train|test)[.-]", Path(name).name)
-        if not is_folder or (named_split and name.endswith(ENDINGS)):
+        if not is_folder or (named_split and name.endswith(DATA_ENDINGS)):
             url = files.unstrip_protocol(name) if is_folder else source
             urls_of_split.setdefault(named_split[1] if named_split else "train", []).append(url)
     if is_folder and "train" not in urls_of_split:

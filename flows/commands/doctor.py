@@ -116,9 +116,9 @@ def _update(trainer: TrainerConfig) -> str:
     from ratchet.rlhf.algorithms.objectives import SupervisedObjective
     from ratchet.rlhf.algorithms.optimizers import AdamW
     from ratchet.rlhf.batch import TrajectoryBatch
+    from ratchet.rlhf.config.sections import Dtype
     from ratchet.rlhf.train.build import train_engine
     from ratchet.rlhf.train.engine import OptimizerPlan
-    from ratchet.rlhf.train.model_engine import Dtype
 
     batch = TrajectoryBatch.of(
         {

@@ -22,7 +22,7 @@ from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.metrics import VALIDATION, current
-from ratchet.rlhf.models import reading_tokenizer
+from ratchet.rlhf.models.tokenizers import reading_tokenizer
 
 if TYPE_CHECKING:
     import pandas as pd

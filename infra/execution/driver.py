@@ -35,7 +35,8 @@ from ratchet.infra.workers.calls import Experience
 from ratchet.infra.workers.groups import WorkerGroups
 from ratchet.infra.workers.ray_group import GroupLost
 from ratchet.rlhf import consent
-from ratchet.rlhf.agents import agent_digest, check_agent
+from ratchet.rlhf.agents.agent import agent_digest, check_agent
+from ratchet.rlhf.built_in_rewards import COMPARING
 from ratchet.rlhf.config import (
     DataConfig,
     EnvironmentConfig,
@@ -52,30 +53,26 @@ from ratchet.rlhf.data.formats import formulas_of
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset, check_length, render
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.data.turns import special_in
-from ratchet.rlhf.environments import check_environment, environment_digest
 from ratchet.rlhf.environments.calls import try_environment
 from ratchet.rlhf.environments.dialogues import is_prefix_stable
+from ratchet.rlhf.environments.environment import check_environment, environment_digest
 from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
 from ratchet.rlhf.errors import UserError, counted
-from ratchet.rlhf.models import (
+from ratchet.rlhf.models.hf_configs import (
     attention_heads,
     attention_of,
     check_architecture,
-    check_embeddings,
-    check_reward_model,
-    check_weights,
-    files_digest,
-    initial_digest,
-    load_tokenizer,
     longest_sequence,
-    model_folder,
     text_config,
-    tokenizer_digest,
 )
-from ratchet.rlhf.rewards import COMPARING, auto, can_be_right, check_rewards, reward_digest
+from ratchet.rlhf.models.loading import check_reward_model
+from ratchet.rlhf.models.model_folders import check_weights, files_digest, initial_digest, model_folder
+from ratchet.rlhf.models.tokenizers import check_embeddings, load_tokenizer, tokenizer_digest
+from ratchet.rlhf.rewards import auto
 from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS
 from ratchet.rlhf.rewards.math import boxed
 from ratchet.rlhf.rewards.pool import TrialAnswer, compare_columns, try_rewards
+from ratchet.rlhf.rewards.registry import can_be_right, check_rewards, reward_digest
 from ratchet.rlhf.validation import reported
 
 SOURCES = 8

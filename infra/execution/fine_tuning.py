@@ -22,7 +22,8 @@ from ratchet.rlhf.config.fine_tuning import MAY_CHANGE
 from ratchet.rlhf.data import files
 from ratchet.rlhf.distributed import determinism
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import initial_digest, tokenizer_digest
+from ratchet.rlhf.models.model_folders import initial_digest
+from ratchet.rlhf.models.tokenizers import tokenizer_digest
 from ratchet.rlhf.train.model_engine import ModelEngine
 
 

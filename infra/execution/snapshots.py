@@ -22,7 +22,7 @@ from ratchet.infra.workers.groups import WorkerGroups
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.config import CheckpointConfig, RunConfig
 from ratchet.rlhf.errors import counted
-from ratchet.rlhf.models import model_folder, parameter_count
+from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 
 R = TypeVar("R")
 FLOAT32 = 4

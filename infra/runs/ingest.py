@@ -13,12 +13,12 @@ import pyarrow as pa
 
 from ratchet.infra.runs.run import Run
 from ratchet.infra.runs.served import served
-from ratchet.rlhf.data.datasets import MESSAGES
 from ratchet.rlhf.data.examples import example_of
 from ratchet.rlhf.data.files import read
 from ratchet.rlhf.data.folders import name_of
 from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.errors import UserError, counted, in_one_line
+from ratchet.rlhf.schema import MESSAGES
 
 PROMPTS = pa.schema(
     {

@@ -19,7 +19,9 @@ from ratchet.rlhf.algorithms import KLPenalty
 from ratchet.rlhf.config import ModelConfig, RewardTraining, RunConfig, SFTConfig, stored_config
 from ratchet.rlhf.config.published import published, published_text
 from ratchet.rlhf.errors import counted
-from ratchet.rlhf.models import base_models, has_chat_template, hub_name, lora
+from ratchet.rlhf.models import lora
+from ratchet.rlhf.models.model_folders import base_models, hub_name
+from ratchet.rlhf.models.tokenizers import has_chat_template
 
 if TYPE_CHECKING:
     from ratchet.infra.runs.run import Run

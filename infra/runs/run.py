@@ -523,18 +523,16 @@ class Run:
             Corrupt: the snapshot is missing or damaged.
         """
         checkpoint = self.exportable(version, role, adapter=adapter)
-        from ratchet.rlhf.models import (
+        from ratchet.rlhf.models.hub_layout import copy_weights
+        from ratchet.rlhf.models.loading import load_actor, load_critic, save
+        from ratchet.rlhf.models.model_folders import (
             GENERATION_CONFIG,
             copy_code,
-            copy_tokenizer,
             hub_name,
             initial_digest,
-            load_actor,
-            load_critic,
             model_folder,
-            save,
         )
-        from ratchet.rlhf.train.model_engine import copy_weights
+        from ratchet.rlhf.models.tokenizers import copy_tokenizer
         from ratchet.rlhf.weights.stored_state import StoredState
 
         target, base = Path(folder), self.config.model_of(role)

@@ -20,11 +20,10 @@ from ratchet.infra.runs.query import names
 from ratchet.infra.runs.run import Run
 from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf import seeding
-from ratchet.rlhf.data.datasets import MESSAGES
 from ratchet.rlhf.data.overlap import HeldOut, near_duplicates
 from ratchet.rlhf.data.selection import Kind, Selection
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.schema import trajectory_of
+from ratchet.rlhf.schema import MESSAGES, trajectory_of
 
 COLUMNS = (
     "trajectory_id",

@@ -14,8 +14,8 @@ import pyarrow as pa
 from ratchet.infra.runs.run import Run, own_answers
 from ratchet.infra.runs.training_data import COLUMNS, Answer, Question, groups_of
 from ratchet.rlhf import seeding
-from ratchet.rlhf.data.datasets import MESSAGES
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.schema import MESSAGES
 
 PAIRS = pa.schema(
     {

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.data.turns import treat_special_tokens
-from ratchet.rlhf.models import actor_skeleton, critic_skeleton, load_reward_model, load_tokenizer
+from ratchet.rlhf.models.loading import actor_skeleton, critic_skeleton, load_reward_model
+from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.rollout.rollout_team import RolloutTeam
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ from ratchet.rlhf.data.prompts import encode
 from ratchet.rlhf.distributed import determinism, ranks
 from ratchet.rlhf.distributed.host_buffers import release_memory
 from ratchet.rlhf.errors import EngineLost, NotFinite
-from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.rollout.engine import Sampling
 
 if TYPE_CHECKING:
@@ -576,7 +576,8 @@ class Worker:
         """Compare a server's log-probs with those of the actor, whose weights it has just loaded. Runs once."""
         if self._server_checked:
             return
-        from ratchet.rlhf.rollout.server_engine import ServerRollout, check_log_probs
+        from ratchet.infra.workers.log_probs_check import check_log_probs
+        from ratchet.rlhf.rollout.server_engine import ServerRollout
 
         assert isinstance(rollout, ServerRollout)
         data, rollout_config = self.config.data, self.config.rollout
@@ -647,8 +648,7 @@ class Worker:
         if self.config.rollout.engine != "server" or self._server_checked:
             rollout.load_weights(tensors, adapter_config)
             return
-        from ratchet.rlhf.models.hub_layout import hub_weights
-        from ratchet.rlhf.train.model_engine import copy_weights
+        from ratchet.rlhf.models.hub_layout import copy_weights, hub_weights
         from ratchet.rlhf.train.torch_engine import TorchEngine
 
         # there is no actor here to compare the server's log-probs with, so load one

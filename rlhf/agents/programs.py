@@ -9,7 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from ratchet.rlhf import event_loop
-from ratchet.rlhf.agents import KEY, AgentFailed, Program
+from ratchet.rlhf.agents.agent import KEY, AgentFailed, Program
 from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.protocol import MODEL
 from ratchet.rlhf.agents.sessions import Limits, Policy, Recorded, Session

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.reading import yaml_text
-from ratchet.rlhf.rewards import solved_score
 
 if TYPE_CHECKING:
     from ratchet.rlhf.config.run import RunConfig

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.incompatibilities import incompatible
 from ratchet.rlhf.config.older import RENAMED, as_of_today, with_new_names
 from ratchet.rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated
@@ -34,7 +35,6 @@ from ratchet.rlhf.config.sections import (
     TrainerConfig,
     ValidationConfig,
 )
-from ratchet.rlhf.rewards import solved_score
 
 ALLOW_INCOMPATIBLE = "anything fits"
 """Validation context in which incompatible combinations are accepted."""

@@ -25,11 +25,12 @@ from ratchet.rlhf.algorithms import (
     RolloutCorrection,
 )
 from ratchet.rlhf.algorithms.optimizers import AdamW, Optimizer
-from ratchet.rlhf.models.kernels import Kernels
-from ratchet.rlhf.rewards import JUDGE
+from ratchet.rlhf.built_in_rewards import JUDGE
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 T = TypeVar("T")
+Dtype = Literal["float32", "bfloat16"]
+Kernels = Literal["torch", "compile", "liger"]
 
 
 def _names(value: Any) -> Any:
@@ -106,9 +107,7 @@ class LoRAConfig(Section):
 class ModelConfig(Section):
     alone = "path"
     path: str = Field(description="Hugging Face model: a folder, or a name on the hub")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="data type of the computation; trained weights stay float32"
-    )
+    dtype: Dtype = Field("bfloat16", description="data type of the computation; trained weights stay float32")
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "sdpa", description="attention kernel: sdpa (PyTorch), or one that makes packing efficient, on GPUs"
     )
@@ -197,6 +196,21 @@ class ReplayConfig(Section):
 
 SpecialTokens = Literal["split", "keep"]
 """What becomes of special tokens in texts that the chat template did not write."""
+
+
+DATA_ENDINGS = (
+    ".parquet",
+    ".jsonl",
+    ".jsonl.gz",
+    ".json",
+    ".json.gz",
+    ".csv",
+    ".csv.gz",
+    ".tsv",
+    ".tsv.gz",
+    ".arrow",
+)
+"""Endings of the names of data files."""
 
 
 class DataConfig(Section):

@@ -1,4 +1,4 @@
-"""Converts the settings of other programs into a config of ours."""
+"""Converts what other programs use: their settings into a config of ours, published datasets into prompt files."""
 
 from ratchet.rlhf.convert.conversion import Conversion, convert
 

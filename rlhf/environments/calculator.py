@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from ratchet.rlhf.data.formats import Messages
-from ratchet.rlhf.environments import Observation
+from ratchet.rlhf.environments.environment import Observation
 from ratchet.rlhf.rewards.countdown import Malformed, evaluate, parse
 
 OPEN, CLOSE = "<tool>", "</tool>"

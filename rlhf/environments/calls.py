@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.environments import KEY, Environment, EnvironmentFailed, Observation, load_environment
 from ratchet.rlhf.environments.dialogues import Beginning
+from ratchet.rlhf.environments.environment import KEY, Environment, EnvironmentFailed, Observation, load_environment
 from ratchet.rlhf.errors import raised
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.data.turns import text_ids, token_ids, write
-from ratchet.rlhf.environments import KEY
+from ratchet.rlhf.environments.environment import KEY
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Chunk, Request, Sampling
 

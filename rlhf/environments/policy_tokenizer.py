@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf.data.turns import treat_special_tokens
-from ratchet.rlhf.environments import load_environment
+from ratchet.rlhf.environments.environment import load_environment
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import load_tokenizer
+from ratchet.rlhf.models.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ratchet.rlhf.data.formats import Message, Messages
-from ratchet.rlhf.environments import Observation
+from ratchet.rlhf.environments.environment import Observation
 from ratchet.rlhf.environments.tool_sources import CallFailed, Tool, ToolFailed, tools_of
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"

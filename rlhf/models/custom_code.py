@@ -5,6 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratchet.rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from ratchet.rlhf.config import ModelConfig
 
 OTHER_REPOSITORY = "--"
 """Stands between a repository and a class of its code."""
@@ -51,3 +57,11 @@ def _named(path: Path) -> Iterator[str]:
         for name in value if isinstance(value, list) else [value]:
             if isinstance(name, str):
                 yield name
+
+
+def needs_code(model: ModelConfig, key: str = "model") -> UserError:
+    """The error for a model whose code may not run."""
+    return UserError(
+        f"{key}.path {model.path} has Python code of its own, which it needs: read it, and set "
+        f"{key}.trust_remote_code=true"
+    )

@@ -18,7 +18,7 @@ from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models import lora
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -103,6 +103,25 @@ def hub_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, hub in hub_layout(model).items():
         yield from split(held[name].detach(), hub)
+
+
+def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> int:
+    """Copy weights into an unsharded model, in place.
+
+    Args:
+        weights: tensors, named as in a checkpoint.
+        model: the model; it must already have its adapters, if any.
+
+    Returns:
+        Bytes that were copied.
+    """
+    targets = dict(model.named_parameters()) | dict(model.named_buffers()) | dict(hub_weights(model))
+    copied = 0
+    with torch.no_grad():
+        for name, tensor in weights:
+            targets[name].copy_(tensor)
+            copied += tensor.nbytes
+    return copied
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ratchet.rlhf.errors import UserError
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 LIGER = (0, 8, 2)
 """The first release of liger-kernel whose linear cross-entropy gives each token its own gradient."""
-Kernels = Literal["torch", "compile", "liger"]
 
 
 def check_liger(model_type: str) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models import prefix_sharing
-from ratchet.rlhf.models.kernels import Kernels, apply_liger, compile_layers, liger_log_probs
+from ratchet.rlhf.models.kernels import apply_liger, compile_layers, liger_log_probs
 from ratchet.rlhf.models.prefix_sharing import agree
 from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
 from ratchet.rlhf.models.router_loss import RouterLoss
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from ratchet.rlhf.config.sections import Kernels
     from ratchet.rlhf.models.prefix_sharing import SharedPrompts
     from ratchet.rlhf.models.segments import Segments
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ratchet.rlhf.built_in_rewards import JUDGE
 from ratchet.rlhf.errors import RatchetError
-from ratchet.rlhf.rewards import JUDGE, load_reward
 from ratchet.rlhf.rewards.functions import (
     FAILURES,
     Outcome,
@@ -28,6 +28,7 @@ from ratchet.rlhf.rewards.functions import (
     place_of,
     took_too_long,
 )
+from ratchet.rlhf.rewards.registry import load_reward
 
 Send = Callable[[Mapping[str, Any]], None]
 BEATS = 4

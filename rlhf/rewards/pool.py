@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import psutil
 
 from ratchet.rlhf import child_processes
+from ratchet.rlhf.built_in_rewards import BUILT_IN, COMPARING, JUDGE
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.errors import NotFinite, RatchetError
-from ratchet.rlhf.rewards import BUILT_IN, COMPARING, JUDGE, auto, can_be_right
+from ratchet.rlhf.rewards import auto
 from ratchet.rlhf.rewards.functions import (
     FAILURES,
     KEY,
@@ -47,6 +48,7 @@ from ratchet.rlhf.rewards.functions import (
     place_of,
     took_too_long,
 )
+from ratchet.rlhf.rewards.registry import can_be_right
 
 if TYPE_CHECKING:
     from ratchet.rlhf.config.sections import RewardConfig

@@ -163,7 +163,7 @@ def check_config(config: RunConfig, roles: Iterable[str], total: float) -> None:
     Raises:
         UserError: it does not.
     """
-    from ratchet.rlhf.models import model_folder, parameter_count
+    from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 
     models = {"actor": config.model, "critic": config.critic_model, **config.frozen_models}
     models |= {} if config.reward.model is None else {"reward": config.reward.model}

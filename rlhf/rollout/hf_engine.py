@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,14 +15,16 @@ from ratchet.rlhf import seeding
 from ratchet.rlhf.distributed import determinism
 from ratchet.rlhf.distributed.host_buffers import HostBuffers, release_memory
 from ratchet.rlhf.models import prefix_sharing
+from ratchet.rlhf.models.hub_layout import copy_weights
 from ratchet.rlhf.models.kernels import as_written
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
-from ratchet.rlhf.train.model_engine import copy_weights
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ratchet.rlhf.config.sections import Dtype
 
 
 CHUNK_STEPS = 16
@@ -56,7 +58,7 @@ class HFRollout(RolloutEngine):
         model: PreTrainedModel,
         *,
         eos_token_ids: tuple[int, ...],
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Dtype = "float32",
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Wrap a model.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ratchet.rlhf.models.kernels import Kernels
 from ratchet.rlhf.models.token_outputs import Head
-from ratchet.rlhf.train.model_engine import Dtype, ModelEngine
+from ratchet.rlhf.train.model_engine import ModelEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ratchet.rlhf.config import TrainerConfig
+    from ratchet.rlhf.config.sections import Dtype, Kernels
     from ratchet.rlhf.models.skeleton import Skeleton
 
 

@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,10 +24,10 @@ from ratchet.rlhf.batch import TrajectoryBatch, ragged
 from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.distributed.host_buffers import HostBuffers, release_memory
 from ratchet.rlhf.errors import NotFinite
-from ratchet.rlhf.models import activation_checkpointing, config_json, lora, prefix_sharing
+from ratchet.rlhf.models import activation_checkpointing, lora, prefix_sharing
 from ratchet.rlhf.models.activation_checkpointing import Checkpointing
-from ratchet.rlhf.models.hub_layout import hub_layout, hub_weights, split
-from ratchet.rlhf.models.kernels import Kernels
+from ratchet.rlhf.models.hf_configs import config_json
+from ratchet.rlhf.models.hub_layout import copy_weights, hub_layout, split
 from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
 from ratchet.rlhf.models.sequence_parallel import Team
 from ratchet.rlhf.models.skeleton import Skeleton
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ratchet.rlhf.algorithms.objectives import Objective
+    from ratchet.rlhf.config.sections import Dtype, Kernels
 
-Dtype = Literal["float32", "bfloat16"]
 LossOf = Callable[[int, "dict[str, Tensor]"], "Tensor"]
 """Computes the loss of a micro-batch, of which the number and the outputs are given."""
 WORTH_SHARING = 0.95
@@ -661,25 +661,6 @@ class WithoutAdapters(InferenceEngine):
         infer_each = self.actor.infer_each
         with lora.off(self.actor.model):
             return infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
-
-
-def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> int:
-    """Copy weights into an unsharded model, in place.
-
-    Args:
-        weights: tensors, named as in a checkpoint.
-        model: the model; it must already have its adapters, if any.
-
-    Returns:
-        Bytes that were copied.
-    """
-    targets = dict(model.named_parameters()) | dict(model.named_buffers()) | dict(hub_weights(model))
-    copied = 0
-    with torch.no_grad():
-        for name, tensor in weights:
-            targets[name].copy_(tensor)
-            copied += tensor.nbytes
-    return copied
 
 
 def float32_model(engine: ModelEngine) -> PreTrainedModel:

@@ -22,7 +22,7 @@ from ratchet.infra.workers.calls import RowsCall
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf import consent
 from ratchet.rlhf.errors import RatchetError, UserError
-from ratchet.rlhf.rewards import check_rewards
+from ratchet.rlhf.rewards.registry import check_rewards
 from ratchet.tasks.stages.score import SCORE
 from ratchet.tasks.worker_calls import call_of, on_worker
 

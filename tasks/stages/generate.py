@@ -27,9 +27,9 @@ from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import CurriculumConfig, DynamicSamplingConfig, ReplayConfig, RunConfig
 from ratchet.rlhf.data.prompts import PromptDataset, encode
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.environments import EnvironmentFailed
 from ratchet.rlhf.environments.calls import OnError
 from ratchet.rlhf.environments.dialogues import Beginning, Dialogue
+from ratchet.rlhf.environments.environment import EnvironmentFailed
 from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key

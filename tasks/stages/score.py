@@ -13,11 +13,11 @@ from ratchet.infra.workers.calls import C, Context, ShardOutput, ShardSummary
 from ratchet.infra.workers.resources import RewardSettings
 from ratchet.rlhf.algorithms.groups import Groups
 from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.built_in_rewards import JUDGE
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.data.prompts import original, structures
 from ratchet.rlhf.errors import RatchetError
-from ratchet.rlhf.rewards import JUDGE, RewardFailed, Score, Trajectory
-from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS
+from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS, RewardFailed, Score, Trajectory
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.tasks.branches import last_branches, trajectory_index

@@ -9,7 +9,7 @@ from ratchet.infra.workers.calls import Context, ShardOutput, ShardSummary
 from ratchet.rlhf.algorithms.groups import Groups
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import DynamicSamplingConfig, RunConfig
-from ratchet.rlhf.rewards import RewardFailed
+from ratchet.rlhf.rewards.functions import RewardFailed
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.tasks.stage import RowsStage

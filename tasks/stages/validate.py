@@ -8,9 +8,9 @@ from itertools import compress
 from ratchet.infra.execution.driver import Driver
 from ratchet.infra.workers.calls import Context, ShardOutput, ShardStart, ShardSummary
 from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.metrics import validation_metrics as named
-from ratchet.rlhf.rewards import solved_score
 from ratchet.rlhf.rollout.engine import Sampling
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key

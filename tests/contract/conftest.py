@@ -10,7 +10,7 @@ import torch
 
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig
-from ratchet.rlhf.models import load_actor, load_critic
+from ratchet.rlhf.models.loading import load_actor, load_critic
 from tests.tiny import model_folder, moe_folder
 
 

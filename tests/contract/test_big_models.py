@@ -21,7 +21,7 @@ from ratchet.rlhf.algorithms.objectives import SupervisedObjective
 from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig
-from ratchet.rlhf.models import actor_skeleton
+from ratchet.rlhf.models.loading import actor_skeleton
 from ratchet.rlhf.models.skeleton import Skeleton
 from ratchet.rlhf.train.deepspeed_engine import DeepSpeedEngine
 from ratchet.rlhf.train.engine import OptimizerPlan

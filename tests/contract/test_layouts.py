@@ -28,7 +28,8 @@ from transformers import (
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig, RewardModelConfig
 from ratchet.rlhf.errors import NotFinite, UserError
-from ratchet.rlhf.models import load_actor, load_reward_model, load_tokenizer
+from ratchet.rlhf.models.loading import load_actor, load_reward_model
+from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.train.engine import OptimizerPlan, TrainEngine
 from ratchet.rlhf.train.model_engine import ModelEngine
 from ratchet.rlhf.train.reward_engine import RewardEngine

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import LoRAConfig, ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import load_actor, load_critic, save
-from ratchet.rlhf.train.model_engine import ModelEngine, WithoutAdapters, copy_weights
+from ratchet.rlhf.models.hub_layout import copy_weights
+from ratchet.rlhf.models.loading import load_actor, load_critic, save
+from ratchet.rlhf.train.model_engine import ModelEngine, WithoutAdapters
 from ratchet.rlhf.weights.stored_state import StoredState
 from tests.contract.test_layouts import DEALT, Files, ranks
 from tests.contract.test_train_engines import (

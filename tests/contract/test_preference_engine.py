@@ -14,7 +14,7 @@ from ratchet.rlhf.algorithms.objectives import PreferenceObjective
 from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig
-from ratchet.rlhf.models import load_scorer
+from ratchet.rlhf.models.loading import load_scorer
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests import tiny

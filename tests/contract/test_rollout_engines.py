@@ -47,13 +47,14 @@ from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.environments.dialogues import Dialogue
 from ratchet.rlhf.errors import EngineLost, UserError
-from ratchet.rlhf.models import load_actor, load_tokenizer
+from ratchet.rlhf.models.hub_layout import copy_weights
+from ratchet.rlhf.models.loading import load_actor
+from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.rollout.engine import Chunk, Generation, Request, RolloutEngine, Sampling, joined
 from ratchet.rlhf.rollout.hf_engine import HFRollout
 from ratchet.rlhf.rollout.server_engine import ServerRollout
 from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 from ratchet.rlhf.train.engine import OptimizerPlan
-from ratchet.rlhf.train.model_engine import copy_weights
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from ratchet.rlhf.weights import buckets
 from tests import sglang_server, tiny

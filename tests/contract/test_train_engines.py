@@ -34,7 +34,8 @@ from ratchet.rlhf.batch import TrajectoryBatch, ragged
 from ratchet.rlhf.config import LoRAConfig, ModelConfig
 from ratchet.rlhf.distributed import host_buffers, ranks
 from ratchet.rlhf.errors import NotFinite
-from ratchet.rlhf.models import actor_skeleton, critic_skeleton, load_actor, load_critic, prefix_sharing, token_outputs
+from ratchet.rlhf.models import prefix_sharing, token_outputs
+from ratchet.rlhf.models.loading import actor_skeleton, critic_skeleton, load_actor, load_critic
 from ratchet.rlhf.models.segments import Segments
 from ratchet.rlhf.models.skeleton import Skeleton
 from ratchet.rlhf.train.deepspeed_engine import DeepSpeedEngine, ZeroStage

@@ -15,7 +15,7 @@ import torch
 
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig
-from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.models.segments import Segments
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests import tiny

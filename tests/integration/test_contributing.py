@@ -16,7 +16,8 @@ import torch
 import yaml
 
 from ratchet.infra.runs.run import open_run
-from ratchet.rlhf.rewards import Reward, Score, load_reward
+from ratchet.rlhf.rewards.functions import Reward, Score
+from ratchet.rlhf.rewards.registry import load_reward
 from tests import tiny
 from tests.scoring import trajectory
 

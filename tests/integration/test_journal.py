@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from ratchet.infra.store.records import Journal
+from ratchet.infra.workers.log_probs_check import PROBE_TOKENS
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.rollout.server_engine import PROBE_TOKENS, STREAM_INTERVAL
+from ratchet.rlhf.rollout.server_engine import STREAM_INTERVAL
 from tests import tiny
 from tests.extras import needs
 from tests.gate import Gate, gate

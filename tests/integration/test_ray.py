@@ -22,7 +22,7 @@ from ratchet.infra.workers.calls import Call, RowsCall
 from ratchet.infra.workers.ray_group import GroupLost, RayGroup
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.models import parameter_count
+from ratchet.rlhf.models.model_folders import parameter_count
 from ratchet.rlhf.stage_config import StageConfig
 from tests import tiny
 from tests.extras import EXTRAS, needs

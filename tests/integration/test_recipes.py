@@ -12,7 +12,7 @@ from ratchet.flows.train import train
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.rlhf.config import RunConfig, load_config
 from ratchet.rlhf.metrics import BY_NAME
-from ratchet.rlhf.rewards import load_reward
+from ratchet.rlhf.rewards.registry import load_reward
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import attention_of, check_architecture, load_actor, load_critic
+from ratchet.rlhf.models.hf_configs import attention_of, check_architecture
+from ratchet.rlhf.models.loading import load_actor, load_critic
 from ratchet.rlhf.models.token_outputs import Head
 from ratchet.rlhf.train.torch_engine import TorchEngine
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.rlhf.rewards import RewardFailed, Score, pool
+from ratchet.rlhf.rewards import pool
+from ratchet.rlhf.rewards.functions import RewardFailed, Score
 from ratchet.rlhf.rewards.pool import RewardPool
 from tests.scoring import pool_of, trajectory
 

@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratchet.rlhf.config import ModelConfig
-from ratchet.rlhf.models import activation_checkpointing, load_actor
+from ratchet.rlhf.models import activation_checkpointing
 from ratchet.rlhf.models.activation_checkpointing import Checkpointing
+from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests import tiny
 from tests.ranks import in_another_process

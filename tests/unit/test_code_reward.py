@@ -17,8 +17,9 @@ import pytest
 
 from ratchet.rlhf.config import RewardConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.rewards import Score, check_rewards
 from ratchet.rlhf.rewards.code import compute_score
+from ratchet.rlhf.rewards.functions import Score
+from ratchet.rlhf.rewards.registry import check_rewards
 from tests.crash.test_two_drivers import wait_until
 from tests.extras import needs
 from tests.scoring import pool_of, trajectory

@@ -25,7 +25,8 @@ from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf import consent
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import model_folder, reading_tokenizer
+from ratchet.rlhf.models.model_folders import model_folder
+from ratchet.rlhf.models.tokenizers import reading_tokenizer
 from ratchet.rlhf.named import load_named
 from tests import tiny
 from tests.integration.test_cli import Ratchet

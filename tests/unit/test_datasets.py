@@ -9,12 +9,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config import ModelConfig, parse_config
-from ratchet.rlhf.data import datasets, files
+from ratchet.rlhf.convert import datasets
+from ratchet.rlhf.data import files
 from ratchet.rlhf.data.prompts import PromptDataset, encode
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import load_tokenizer
-from ratchet.rlhf.rewards import auto, solved_score
+from ratchet.rlhf.models.tokenizers import load_tokenizer
+from ratchet.rlhf.rewards import auto
 from ratchet.rlhf.validation import final_answer, means, sums
 from tests import tiny
 

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.rlhf.config import ModelConfig, RunConfig, parse_config
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.rollout.device_memory import GIB, check_config, check_fits, resident
 from tests import tiny
 from tests.unit.test_config import MINIMAL

@@ -14,7 +14,7 @@ from ratchet.rlhf.algorithms.experts import LUFFY
 from ratchet.rlhf.data.experts import ExpertAnswers
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import load_tokenizer
+from ratchet.rlhf.models.tokenizers import load_tokenizer
 from tests import tiny
 
 

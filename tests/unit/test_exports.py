@@ -13,7 +13,8 @@ from ratchet.infra.store.manifest import Checkpoint
 from ratchet.infra.store.records import Claim, Snapshot, Weights
 from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import initial_digest, load_actor
+from ratchet.rlhf.models.loading import load_actor
+from ratchet.rlhf.models.model_folders import initial_digest
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests import tiny
 

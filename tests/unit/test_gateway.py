@@ -659,7 +659,7 @@ def test_threads_share_nothing(play: Play) -> None:
 
 
 def test_a_folder_named_by_nobody(tmp_path: Path) -> None:
-    from ratchet.rlhf.agents import check_agent
+    from ratchet.rlhf.agents.agent import check_agent
     from ratchet.rlhf.errors import UserError
 
     path = tmp_path / "mine.py"

@@ -35,9 +35,9 @@ from ratchet.infra.workers.worker import JOURNAL, Worker, in_background
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
 from ratchet.rlhf.agents.sessions import Recorder
-from ratchet.rlhf.environments import Observation
 from ratchet.rlhf.environments.calls import EnvironmentCalls
 from ratchet.rlhf.environments.dialogues import Dialogue
+from ratchet.rlhf.environments.environment import Observation
 from ratchet.rlhf.errors import EngineLost, NotFinite
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
 

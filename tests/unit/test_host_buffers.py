@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.distributed import host_buffers
 from ratchet.rlhf.distributed.host_buffers import HostBuffers, host_memory, local_of, release_memory
-from ratchet.rlhf.models import actor_skeleton
+from ratchet.rlhf.models.loading import actor_skeleton
 from ratchet.rlhf.models.skeleton import without_memory
 from ratchet.rlhf.train.fsdp_engine import FSDPEngine
 from tests import tiny

@@ -13,8 +13,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import load_actor
 from ratchet.rlhf.models.hub_layout import HubTensor, hub_layout, split
+from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from ratchet.rlhf.weights.stored_state import StoredState
 from tests.tiny import moe_folder

@@ -18,8 +18,9 @@ from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
 from ratchet.rlhf.config import JudgeConfig, RewardConfig, parse_config
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.errors import RatchetError, UserError
-from ratchet.rlhf.rewards import RewardFailed, Score, Trajectory, check_rewards, reward_digest
+from ratchet.rlhf.rewards.functions import RewardFailed, Score, Trajectory
 from ratchet.rlhf.rewards.pool import AnswerStore, RewardPool, try_rewards
+from ratchet.rlhf.rewards.registry import check_rewards, reward_digest
 from tests.judge_server import JudgeServer, judge_server
 from tests.scoring import pool_of, trajectory, written
 

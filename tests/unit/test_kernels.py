@@ -12,8 +12,8 @@ import torch
 from ratchet.infra.execution.driver import check_inputs, check_packages
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import load_actor
 from ratchet.rlhf.models.kernels import as_written, check_liger, compile_layers, layers
+from ratchet.rlhf.models.loading import load_actor
 from tests import tiny
 
 

@@ -13,22 +13,11 @@ from transformers import LlamaForCausalLM
 
 from ratchet.rlhf.config import LoRAConfig, ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import (
-    DOWNLOADED,
-    copy_tokenizer,
-    eos_token_ids,
-    files_digest,
-    generation_config,
-    load_actor,
-    load_critic,
-    load_scorer,
-    load_tokenizer,
-    model_folder,
-    save,
-    text_config,
-    tokenizer_digest,
-)
 from ratchet.rlhf.models.custom_code import code_files, code_names
+from ratchet.rlhf.models.hf_configs import generation_config, text_config
+from ratchet.rlhf.models.loading import load_actor, load_critic, load_scorer, save
+from ratchet.rlhf.models.model_folders import DOWNLOADED, files_digest, model_folder
+from ratchet.rlhf.models.tokenizers import copy_tokenizer, eos_token_ids, load_tokenizer, tokenizer_digest
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from ratchet.rlhf.weights.weight_files import write_weights
 from tests import modes, tiny

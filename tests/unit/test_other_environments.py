@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.rlhf.agents import agent_digest, check_agent, load_agent
+from ratchet.rlhf.agents.agent import agent_digest, check_agent, load_agent
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
 from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.programs import AgentCalls

@@ -22,8 +22,9 @@ from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 from ratchet.infra.execution.driver import check_inputs
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import load_actor, prefix_sharing, segments
+from ratchet.rlhf.models import prefix_sharing, segments
 from ratchet.rlhf.models.kv_cache import CachedPrompts, in_place
+from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.models.prefix_sharing import SharedPrompts
 from ratchet.rlhf.models.segments import Segments
 from tests import tiny

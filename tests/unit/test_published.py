@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from ratchet.rlhf.config import RewardTraining, RunConfig, SFTConfig, keys
 from ratchet.rlhf.config.published import LEFT_OUT, SECRET, published
-from ratchet.rlhf.models import base_models, hub_name
+from ratchet.rlhf.models.model_folders import base_models, hub_name
 from tests import tiny
 
 

@@ -19,7 +19,7 @@ from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.data.countdown import solutions
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
-from ratchet.rlhf.models import load_tokenizer
+from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.rollout.engine import Chunk
 from ratchet.rlhf.train.reward_engine import text_lengths
 from ratchet.tasks.stages.generate import GENERATE, GenerateConfig

@@ -16,7 +16,8 @@ from ratchet.rlhf.config import RewardModelConfig, parse_config
 from ratchet.rlhf.data.formats import Message, Messages
 from ratchet.rlhf.data.prompts import with_response
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import load_critic, load_reward_model, load_scorer, load_tokenizer
+from ratchet.rlhf.models.loading import load_critic, load_reward_model, load_scorer
+from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.train.reward_engine import RewardEngine, step_ends, text_lengths
 from ratchet.tasks.pipeline import names_of
 from tests import tiny

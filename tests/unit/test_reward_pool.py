@@ -17,7 +17,7 @@ from ratchet.infra.progress import Event, Note, listening
 from ratchet.rlhf.config import DataConfig, ModelConfig, RewardConfig
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.errors import NotFinite, UserError
-from ratchet.rlhf.rewards import RewardFailed, Score, Trajectory
+from ratchet.rlhf.rewards.functions import RewardFailed, Score, Trajectory
 from ratchet.rlhf.rewards.pool import RewardPool, try_rewards
 from tests import tiny
 from tests.crash.test_two_drivers import wait_until

@@ -15,7 +15,9 @@ import torch
 
 from ratchet.rlhf.config import RewardConfig, parse_config
 from ratchet.rlhf.errors import NotFinite, RatchetError, UserError
-from ratchet.rlhf.rewards import Reward, Score, Trajectory, auto, check_rewards, load_reward, reward_digest
+from ratchet.rlhf.rewards import auto
+from ratchet.rlhf.rewards.functions import Reward, Score, Trajectory
+from ratchet.rlhf.rewards.registry import check_rewards, load_reward, reward_digest
 from tests.scoring import pool_of, trajectory
 
 

@@ -18,7 +18,7 @@ from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import load_actor
+from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.models.router_loss import RouterLoss
 from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.rollout.hf_engine import HFRollout

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from ratchet.rlhf.config import LoRAConfig, ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import actor_skeleton, attention_of, critic_skeleton, load_actor
+from ratchet.rlhf.models.hf_configs import attention_of
+from ratchet.rlhf.models.loading import actor_skeleton, critic_skeleton, load_actor
 from ratchet.rlhf.models.truncated import truncated
 
 SMALL: dict[str, Any] = {

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.data.examples import preferences, supervised
 from ratchet.rlhf.data.prompts import Prompt, encode, end_of_turn
-from ratchet.rlhf.models import eos_token_ids, tokenizer_digest
+from ratchet.rlhf.models.tokenizers import eos_token_ids, tokenizer_digest
 from tests import tiny
 
 

@@ -22,7 +22,7 @@ from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.data.formats import formulas_of
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import longest_sequence
+from ratchet.rlhf.models.hf_configs import longest_sequence
 from tests import tiny
 
 without_gpus = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

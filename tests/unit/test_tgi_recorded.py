@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ratchet.rlhf.config import ModelConfig
-from ratchet.rlhf.models import load_tokenizer
+from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.rollout.server_engine import ServerRollout
 from tests.tiny import model_folder

@@ -24,13 +24,13 @@ from transformers import AutoTokenizer
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
 from ratchet.rlhf.config import ModelConfig, parse_config
 from ratchet.rlhf.config.sections import EnvironmentConfig
-from ratchet.rlhf.environments import Observation, environment_digest
 from ratchet.rlhf.environments.calls import EnvironmentCalls
 from ratchet.rlhf.environments.dialogues import content_ids, is_prefix_stable
+from ratchet.rlhf.environments.environment import Observation, environment_digest
 from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
 from ratchet.rlhf.environments.tools import Environment, MalformedCall, ToolCall, tool_calls
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models import copy_tokenizer, load_tokenizer
+from ratchet.rlhf.models.tokenizers import copy_tokenizer, load_tokenizer
 from tests import tiny
 from tests.extras import needs
 from tests.ports import free_port

@@ -606,7 +606,7 @@ def test_trainers_see_the_prompt_as_the_policy_did(files: dict[str, str]) -> Non
 
     from ratchet.rlhf.config import ModelConfig
     from ratchet.rlhf.data.examples import supervised
-    from ratchet.rlhf.models import load_tokenizer
+    from ratchet.rlhf.models.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(ModelConfig(path=files["model"]))
     [name] = set(pq.read_table(files["sft"])["run"].to_pylist())

@@ -10,9 +10,8 @@ import pyarrow as pa
 
 from ratchet.rlhf.errors import UserError, in_one_line
 from ratchet.rlhf.rewards.math import boxed
+from ratchet.rlhf.schema import MESSAGES
 
-MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
-"""Type of a column of messages."""
 SCHEMA = pa.schema(
     {
         "data_source": pa.string(),

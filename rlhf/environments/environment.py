@@ -1,0 +1,112 @@
+"""The protocol of environments, and how they are found by name, checked and identified by a digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.errors import RatchetError, UserError
+from ratchet.rlhf.named import load_named, source_of
+
+BUILT_IN = ("calculator", "tools")
+KEY = "rollout.environment"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """An environment's answer to a turn of the policy."""
+
+    content: str | Messages | None
+    """A text that is appended to the turn unchanged, such as tool output within a message; or messages (`user`,
+    `tool`) that are rendered by the chat template, and that the policy answers; or None: the trajectory ends."""
+    reward: float = 0.0
+    """Reward of the turn: it is added to the trajectory's score, and placed on the last token of the turn."""
+    error: str | None = None
+    """What failed, such as a tool, although the trajectory goes on: the first one is stored as `tool_error`."""
+
+
+class Environment(Protocol):
+    """The interface of an environment. There is one per trajectory, made with `rollout.environment.options`.
+
+    It must be deterministic: the same turns give the same observations. The environments of a shard run concurrently,
+    but only one thread at a time uses each of them.
+    """
+
+    stop: tuple[str, ...]
+    """Texts that end a turn, such as the end of a tool call; the turn keeps them."""
+
+    def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
+        """Start a trajectory.
+
+        Args:
+            messages: messages of the prompt, {role, content}.
+            ground_truth: ground truth of the prompt, as in the dataset; the environment may modify it.
+            extra_info: `extra_info` of the prompt, as in the dataset; the environment may modify it.
+        """
+        ...
+
+    def step(self, turn: str) -> Observation:
+        """Answer a turn of the policy.
+
+        Args:
+            turn: the text that the policy wrote since the last observation.
+        """
+        ...
+
+
+class EnvironmentFailed(RatchetError):
+    """The environment raised an exception, or did not answer in time."""
+
+
+def load_environment(name: str) -> Callable[..., Environment]:
+    """Load an environment class.
+
+    Args:
+        name: a built-in, ``package.module:Class`` or ``folder/file.py:Class``.
+
+    Raises:
+        UserError: there is no such class, or its module cannot be imported.
+    """
+    environment_class: Callable[..., Environment] = load_named(
+        name, KEY, "ratchet.rlhf.environments", ("Environment",), BUILT_IN
+    )
+    return environment_class
+
+
+def check_environment(name: str, options: Mapping[str, Any]) -> None:
+    """Check an environment class before any response is generated.
+
+    Args:
+        name: `rollout.environment.name`.
+        options: `rollout.environment.options`.
+
+    Raises:
+        UserError: the class cannot be loaded, cannot be created with the options, or lacks `stop`, `reset` or `step`.
+    """
+    make = load_environment(name)
+    source_of(make, KEY, name)
+    try:
+        environment = make(**options)
+    except Exception as error:
+        raise UserError(f"{KEY} {name} cannot be created with rollout.environment.options: {error}") from None
+    stop = getattr(environment, "stop", None)
+    texts = [] if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
+    if texts is not stop or not all(isinstance(text, str) and text for text in texts):
+        raise UserError(f'{KEY} {name} needs `stop`, the texts that end a turn, such as stop = ("</tool>",), or ()')
+    for method in ("reset", "step"):
+        if not callable(getattr(environment, method, None)):
+            raise UserError(
+                f"{KEY} {name} has no method {method}: it needs reset(messages, ground_truth, extra_info) "
+                "and step(turn)"
+            )
+
+
+def environment_digest(name: str, options: Mapping[str, Any]) -> str:
+    """sha256 of the source of the environment's module, and of what the class says that it depends on, by a class
+    method `identity` with the options: changed code is a different environment."""
+    make = load_environment(name)
+    source, identity = source_of(make, KEY, name), getattr(make, "identity", None)
+    return hashlib.sha256((source if identity is None else source + identity(**options)).encode()).hexdigest()

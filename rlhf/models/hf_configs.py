@@ -1,0 +1,134 @@
+"""Read the configs of Hugging Face models, and check that transformers supports their architectures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import TYPE_CHECKING
+
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.custom_code import needs_code
+from ratchet.rlhf.models.kernels import check_liger
+from ratchet.rlhf.models.model_folders import GENERATION_CONFIG, model_folder
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+    from ratchet.rlhf.config import ModelConfig
+
+NOISE = ("dropout", "pdrop", "layerdrop", "drop_path", "droppath", "jitter")
+"""Parts of the names of config fields that make a model's outputs random in training."""
+
+
+def model_config(model: ModelConfig, key: str = "model", *, num_labels: int | None = None) -> PreTrainedConfig:
+    """The config of a model.
+
+    Args:
+        model: the model.
+        key: config key that holds it, for errors.
+        num_labels: number of labels of a classifier; None: that of the folder.
+
+    Raises:
+        UserError: the config has code of its own, and `model.trust_remote_code` is false; or it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    labels = {} if num_labels is None else {"num_labels": num_labels}
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            model_folder(model, key), trust_remote_code=model.trust_remote_code, **labels
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise needs_code(model, key) from None
+    return config
+
+
+def text_config(model: ModelConfig) -> PreTrainedConfig:
+    """The config of a model's decoder."""
+    text: PreTrainedConfig = model_config(model).get_text_config()
+    return text
+
+
+def attention_heads(model: ModelConfig) -> int:
+    """The number of a model's attention heads."""
+    heads: int = text_config(model).num_attention_heads
+    return heads
+
+
+def longest_sequence(model: ModelConfig) -> int | None:
+    """The largest number of tokens that a model reads at once, as vLLM also derives it; None: its config tells none."""
+    text = text_config(model)
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    stretched = rope.get("rope_type") in ("linear", "dynamic") and not text.model_type.startswith("gemma3")
+    longest = int(limit * (rope.get("factor") or 1)) if stretched else int(limit)  # other types include the factor
+    return max(longest, getattr(text, "model_max_length", None) or 0)
+
+
+def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
+    """Refuse a model whose architecture transformers does not support as a policy or as a critic, or its kernels, if
+    they are installed."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+
+    known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = "AutoModelForTokenClassification" if is_critic else "AutoModelForCausalLM"
+    config = model_config(model, key)
+    if model.kernels == "liger" and importlib.util.find_spec("liger_kernel") is not None:
+        check_liger(config.model_type)
+    if type(config) in known or auto_class in (getattr(config, "auto_map", None) or {}):
+        return
+    instead = "name another one, or an algorithm without a critic (algorithm.advantage: grpo)"
+    raise UserError(
+        f"{key}.path {model.path}: transformers has no {auto_class} for {config.model_type}, so it cannot be the "
+        f"{'critic' if is_critic else 'policy'}: {instead if is_critic else 'name a language model'}"
+    )
+
+
+def attention_of(model: ModelConfig) -> tuple[str, str | None]:
+    """The attention kernel to use for a model, and the reason if it is not the configured one."""
+    if model.attention != "sdpa":
+        return model.attention, None
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = model_config(model)
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        return "eager", "it caps the logits of its attention, which sdpa leaves out"
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+        return "eager", "transformers has no sdpa for it"
+    return model.attention, None
+
+
+def without_noise(config: PreTrainedConfig) -> None:
+    """Set all dropout and noise fields of a config to 0, in place.
+
+    An update must compute the log-probs of the network that generated, so nothing may be random. The fields must be set
+    before the model is built, because many architectures copy the numbers into their layers.
+    """
+    for name, value in vars(config).items():
+        if any(part in name for part in NOISE) and isinstance(value, float | int):
+            setattr(config, name, 0.0)
+    for name in config.sub_configs:
+        if (inner := getattr(config, name, None)) is not None:
+            without_noise(inner)
+
+
+def generation_config(model: ModelConfig) -> GenerationConfig | None:
+    """The generation config that a model loaded from the folder has."""
+    from transformers import GenerationConfig
+
+    folder = model_folder(model)
+    if (folder / GENERATION_CONFIG).is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(model_config(model))
+
+
+def config_json(model: PreTrainedModel) -> bytes:
+    """The config.json of a model, with its actual class: a critic has another class than the folder it came from."""
+    name = type(model).__name__.removeprefix("FSDP")
+    return json.dumps(
+        model.config.to_diff_dict() | {"architectures": [name]}, sort_keys=True, indent=1, default=str
+    ).encode()

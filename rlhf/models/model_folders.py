@@ -1,0 +1,135 @@
+"""Find and download the folders of models, check their files, and compute digests of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.custom_code import code_files
+
+if TYPE_CHECKING:
+    from ratchet.rlhf.config import ModelConfig
+
+WEIGHTS = ("*.safetensors", "config.json", "*.safetensors.index.json")
+TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
+"""Files that the digest of a tokenizer covers; another pattern would change the digests of stored runs."""
+OF_TOKENIZERS = (*TOKENIZER, "added_tokens.json", "*.tiktoken")
+"""All files of tokenizers."""
+GENERATION_CONFIG = "generation_config.json"
+DOWNLOADED = [*WEIGHTS, *OF_TOKENIZERS, GENERATION_CONFIG, "*.jinja", "*.py"]
+"""Files of a model on the hub that are used."""
+
+
+def model_folder(model: ModelConfig, key: str = "model", *, download: bool = True) -> Path:
+    """The folder of a model's files; a model on the hub is downloaded to the cache first, or else must be there."""
+    path = Path(model.path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{key}.path {model.path} holds no config.json: it is not a Hugging Face model folder")
+        return path
+    if hub_name(model) is None:
+        raise UserError(
+            f"{key}.path {model.path} does not exist: name a model folder, or a model on the hub (owner/name)"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.path, allow_patterns=DOWNLOADED, local_files_only=not download))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{key}.path {model.path} is not a local folder, and the download failed: {first}") from None
+
+
+def hub_name(model: ModelConfig) -> str | None:
+    """The name of a model on the hub; None if it is a local folder, even one that does not exist."""
+    is_name = model.path.count("/") == 1 and not model.path.startswith((".", "/"))
+    return model.path if is_name and not Path(model.path).is_dir() else None
+
+
+def base_models(model: ModelConfig) -> list[str]:
+    """Names on the hub of what a model derives from: the model itself, or what the card of its folder names."""
+    from huggingface_hub.repocard import metadata_load
+    from huggingface_hub.utils import validate_repo_id
+    from yaml import YAMLError
+
+    if (name := hub_name(model)) is not None:
+        return [name]
+    card = Path(model.path) / "README.md"
+    try:
+        named = (metadata_load(card) or {}).get("base_model") if card.is_file() else None
+        names = [str(name) for name in (named if isinstance(named, list) else [named] if named else [])]
+        for name in names:
+            validate_repo_id(name)
+    except (OSError, ValueError, YAMLError):  # the card is others' text
+        return []
+    return names
+
+
+def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:
+    """sha256 over the names and contents of the files in a folder that match the patterns."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        status = path.stat()
+        digest.update(f"{path.name}\0{_file_digest(path, status.st_size, status.st_mtime_ns)}\0".encode())
+    return digest.hexdigest()
+
+
+@cache  # several roles may start from one model, whose files take a minute to read at 32 B
+def _file_digest(path: Path, size: int, modified_ns: int) -> str:
+    """sha256 of a file that was last modified at a time."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def initial_digest(model: ModelConfig, seed: int) -> str:
+    """sha256 over the initial weights of a role: the model's files, and the settings and seed of new adapters."""
+    base = files_digest(model_folder(model))
+    if model.lora is None:
+        return base
+    return hashlib.sha256(f"{base} {model.lora.model_dump_json()} {seed}".encode()).hexdigest()
+
+
+def check_weights(folder: Path, key: str = "model") -> None:
+    """Refuse a folder without readable safetensors."""
+    from safetensors import SafetensorError, safe_open
+
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise UserError(f"{key}.path {folder} holds no safetensors: convert its weights with save_pretrained")
+    for path in paths:
+        try:
+            safe_open(path, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is damaged: {error}") from None
+
+
+def parameter_count(folder: Path) -> int:
+    """The number of parameters in a model folder, from the headers of its files."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"  # a folder may also hold the weights in another layout
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        if files is not None and path.name not in files:
+            continue
+        with safe_open(path, framework="numpy") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return count
+
+
+def copy_code(model: ModelConfig, folder: Path) -> None:
+    """Copy the code that a model's folder brings, of which none runs."""
+    source = model_folder(model)
+    for path in code_files(source):
+        if path.is_relative_to(source):
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)

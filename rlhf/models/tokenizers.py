@@ -1,0 +1,203 @@
+"""Load and copy the tokenizers of models, and compute digests of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratchet.rlhf.data.prompts import beginning, end_of_turn
+from ratchet.rlhf.data.responses import end_with
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.custom_code import needs_code
+from ratchet.rlhf.models.hf_configs import generation_config, text_config
+from ratchet.rlhf.models.model_folders import (
+    OF_TOKENIZERS,
+    TOKENIZER,
+    copy_code,
+    files_digest,
+    model_folder,
+)
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+    from ratchet.rlhf.config import ModelConfig
+
+NAMED = 3
+"""Tokens that an error names."""
+TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+
+
+def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model.
+
+    Args:
+        model: the model.
+        writes: whether the model generates, so that the tokenizer needs an end-of-sequence token.
+
+    Raises:
+        UserError: it cannot be loaded, or not as the config wants it.
+    """
+    tokenizer = _tokenizer(model, model_folder(model), runs_code=model.trust_remote_code)
+    if writes and tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {model.path} has no end-of-sequence token: set eos_token in its config")
+    if model.chat_template is not None:
+        _set_template(tokenizer, model.chat_template)
+    if model.chat_template_kwargs:
+        _set_variables(tokenizer, model)
+    if writes and (model_folder(model) / "generation_config.json").is_file():
+        end_with(tokenizer, _ends(generation_config(model), tokenizer))
+    return tokenizer
+
+
+def reading_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model to read tokens of a stored run: no code that the model brings runs, whatever the
+    run's config says, and nothing is downloaded.
+
+    Raises:
+        UserError: it cannot be loaded so.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # the caller says in one line what cannot be read
+    return _tokenizer(model, model_folder(model, download=False), runs_code=False)
+
+
+def _tokenizer(model: ModelConfig, folder: Path, *, runs_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=runs_code, local_files_only=not runs_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error) and not model.trust_remote_code:
+            raise needs_code(model) from None
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"the tokenizer of model.path {model.path} needs Python code of its own, which does not run where a "
+                "run is only read"
+            ) from None
+        first = str(error).splitlines()[0]
+        raise UserError(f"cannot load the tokenizer of model.path {model.path}: {first}") from None
+    return tokenizer
+
+
+def _set_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    from jinja2 import TemplateError
+
+    try:
+        tokenizer.chat_template = Path(path).read_text()
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except (OSError, UnicodeDecodeError, TemplateError) as error:
+        raise UserError(f"chat_template {path} is not a chat template: {error}") from None
+
+
+def _set_variables(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    """Set variables at the beginning of the chat template, so that they hold wherever it is used."""
+    template = tokenizer.chat_template
+    for name in model.chat_template_kwargs:
+        if not name.isidentifier() or not isinstance(template, str) or name not in template:
+            raise UserError(
+                f"model.chat_template_kwargs has {name}, which the chat template of {model.path} does not use: remove "
+                "it"
+            )
+    # Jinja reads Python's literals
+    variables = "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in model.chat_template_kwargs.items())
+    tokenizer.chat_template = variables + template
+
+
+def has_chat_template(model: ModelConfig) -> bool:
+    """Whether the prompts of a model are rendered by a chat template, by its files: no code runs."""
+    source = model_folder(model)
+    settings = source / TOKENIZER_CONFIG
+    return (
+        model.chat_template is not None
+        or (source / TEMPLATE).is_file()
+        or (settings.is_file() and bool(json.loads(settings.read_text()).get("chat_template")))
+    )
+
+
+def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
+    """Copy the tokenizer of a model, with the configured chat template and with its code, of which none runs. Values of
+    `model.chat_template_kwargs` are left out: whoever uses the model sets them."""
+    source = model_folder(model)
+    for path in {path for pattern in OF_TOKENIZERS for path in source.glob(pattern) if path.is_file()}:
+        shutil.copyfile(path, folder / path.name)
+    copy_code(model, folder)
+    if model.chat_template is not None:
+        (folder / TEMPLATE).write_text(Path(model.chat_template).read_text())
+        settings = folder / TOKENIZER_CONFIG
+        if settings.is_file():  # not all programs know that the file of the template comes first
+            others = json.loads(settings.read_text()) | {"chat_template": None}
+            del others["chat_template"]
+            settings.write_text(json.dumps(others, indent=2, ensure_ascii=False))
+
+
+def check_embeddings(tokenizer_of: ModelConfig, *models: ModelConfig) -> None:
+    """Check that models have a row of embeddings for every token.
+
+    Args:
+        tokenizer_of: the model whose tokenizer writes the tokens.
+        models: models that read them.
+
+    Raises:
+        UserError: one has fewer rows; a line for each model.
+    """
+    vocabulary = load_tokenizer(tokenizer_of, writes=False).get_vocab()
+    rows = {model.path: getattr(text_config(model), "vocab_size", None) for model in models}
+    size = max(vocabulary.values()) + 1
+    mistakes = []
+    for path, count in rows.items():
+        if count is not None and count < size:
+            extra = [token for token, number in sorted(vocabulary.items(), key=itemgetter(1)) if number >= count]
+            names = ", ".join(extra[:NAMED]) + (f" and {len(extra) - NAMED} more" if len(extra) > NAMED else "")
+            mistakes.append(
+                f"{path} has embeddings for {count} tokens, and the tokenizer of {tokenizer_of.path} has {size}: call "
+                f"model.resize_token_embeddings({size}) and save the model, or remove the tokens {names}"
+            )
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+
+
+def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All tokens that end a response, sorted.
+
+    They are the tokenizer's end of sequence, the ends of the generation config, and the last token with which the chat
+    template ends a turn.
+    """
+    return tuple(sorted({*_ends(generation, tokenizer), end_of_turn(tokenizer)[-1]}))
+
+
+def _ends(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    configured = getattr(generation, "eos_token_id", None)
+    return {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [])} | (
+        {configured} if isinstance(configured, int) else set()
+    )
+
+
+def tokenizer_digest(model: ModelConfig, *, writes: bool = True) -> str:
+    """sha256 over the tokenizer's files and the configured chat template.
+
+    If the model `writes`, the digest also covers the tokens that this project puts around texts, unless that is only
+    the end of sequence.
+    """
+    files = files_digest(model_folder(model), TOKENIZER)
+    template = "" if model.chat_template is None else f" {Path(model.chat_template).read_text()}"
+    template += f" {json.dumps(model.chat_template_kwargs, sort_keys=True)}" if model.chat_template_kwargs else ""
+    around = _tokens_around(model) if writes else ""
+    return hashlib.sha256(f"{files}{template}{around}".encode()).hexdigest() if template or around else files
+
+
+def _tokens_around(model: ModelConfig) -> str:
+    """The tokens before a prompt without a chat template, and after an answer with one, as text for a digest."""
+    tokenizer = load_tokenizer(model)
+    before = beginning([], tokenizer)
+    known = _ends(generation_config(model), tokenizer)
+    after = [token for token in end_of_turn(tokenizer)[-1:] if token not in known]
+    around = {"before": [] if tokenizer.chat_template else before, "after": after}
+    return f" {json.dumps(around)}" if any(around.values()) else ""
