@@ -933,9 +933,9 @@ def ingest(
     from ratchet.infra.runs.ingest import ingest as read_logs
     from ratchet.infra.runs.parquet_file import write_parquet
     from ratchet.infra.runs.run import open_run
-    from ratchet.rlhf.config.sections import DATA_ENDINGS
+    from ratchet.rlhf.config.sections import ENDINGS
 
-    is_file = [source.endswith(DATA_ENDINGS) or Path(source).is_file() for source in sources]
+    is_file = [source.endswith(ENDINGS) or Path(source).is_file() for source in sources]
     logs = [
         source if of_file else open_run(url_of(source, store)) for source, of_file in zip(sources, is_file, strict=True)
     ]

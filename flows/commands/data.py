@@ -109,7 +109,7 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
     import fsspec
     import pyarrow.parquet as pq
 
-    from ratchet.rlhf.config.sections import DATA_ENDINGS
+    from ratchet.rlhf.config.sections import ENDINGS
     from ratchet.rlhf.data.files import read
     from ratchet.rlhf.data.folders import FORMATS
 
@@ -125,7 +125,7 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
     for name in sorted(names):
         # test.jsonl, test-00000-of-00001.parquet, but not test_socratic.jsonl; a single file is for training by default
         named_split = re.match(r"(train|test)[.-]", Path(name).name)
-        if not is_folder or (named_split and name.endswith(DATA_ENDINGS)):
+        if not is_folder or (named_split and name.endswith(ENDINGS)):
             url = files.unstrip_protocol(name) if is_folder else source
             urls_of_split.setdefault(named_split[1] if named_split else "train", []).append(url)
     if is_folder and "train" not in urls_of_split:

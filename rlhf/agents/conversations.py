@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ratchet.rlhf.data.formats import Message
 from ratchet.rlhf.data.prompts import tokenize_start
-from ratchet.rlhf.data.turns import text_ids, token_ids, write
+from ratchet.rlhf.data.turns import render_contents, text_ids, token_ids
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Chat(Conversation):
 
         contents = {"conversation": self._messages, "tools": self._tools or None}
         try:
-            return token_ids(write(rendered, contents, tokenizer), tokenizer)
+            return token_ids(render_contents(rendered, contents, tokenizer), tokenizer)
         except Exception as error:  # a template may fail in any way on messages that it does not expect
             raise CannotRender(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
 

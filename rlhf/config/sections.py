@@ -198,18 +198,7 @@ SpecialTokens = Literal["split", "keep"]
 """What becomes of special tokens in texts that the chat template did not write."""
 
 
-DATA_ENDINGS = (
-    ".parquet",
-    ".jsonl",
-    ".jsonl.gz",
-    ".json",
-    ".json.gz",
-    ".csv",
-    ".csv.gz",
-    ".tsv",
-    ".tsv.gz",
-    ".arrow",
-)
+ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".arrow")
 """Endings of the names of data files."""
 
 

@@ -21,7 +21,7 @@ from io import BufferedReader, BytesIO, TextIOWrapper
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ratchet.rlhf.config.sections import DATA_ENDINGS
+from ratchet.rlhf.config.sections import ENDINGS
 from ratchet.rlhf.data.folders import data_files, unread
 from ratchet.rlhf.data.formats import without_nulls
 from ratchet.rlhf.errors import RatchetError, UserError, in_one_line
@@ -80,7 +80,7 @@ def open_rows(url: str) -> Rows:
         return _Lines(url)
     with _opened(url) as file:
         begins = file.read(HEAD_BYTES).lstrip()[:1]
-    if not url.endswith(DATA_ENDINGS) and begins not in (b"{", b"["):
+    if not url.endswith(ENDINGS) and begins not in (b"{", b"["):
         raise unread(url)
     return _Held(url, _array(url)) if begins == b"[" else _Lines(url)
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ratchet.rlhf.config.sections import DATA_ENDINGS
+from ratchet.rlhf.config.sections import ENDINGS
 from ratchet.rlhf.errors import UserError, in_one_line
 
 FORMATS = "Parquet (.parquet), Arrow (.arrow), JSON (.jsonl, .json) and CSV (.csv, .tsv), the last two perhaps with .gz"
-"""What `DATA_ENDINGS` mean, for errors."""
+"""What `ENDINGS` mean, for errors."""
 NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -50,7 +50,7 @@ def data_files(path: str) -> list[str]:
         raise UserError(f"cannot read the dataset in {folder}: {in_one_line(error)}") from None
     files = splits[_chosen(folder, "split", splits, split, f"{config}/" if config else "")]
     for file in files:
-        if not file.name.endswith(DATA_ENDINGS):
+        if not file.name.endswith(ENDINGS):
             raise unread(file)
     return [str(file) for file in files]
 
@@ -95,13 +95,13 @@ def _splits(folder: Path, configs: Mapping[str, Mapping[str, Any]], wanted: str)
     if not configs:
         if wanted:
             raise ValueError(f"its README lists no configs, so there is no {wanted}")
-        return _by_name(file for file in folder.rglob("*") if file.name.endswith(DATA_ENDINGS))
+        return _by_name(file for file in folder.rglob("*") if file.name.endswith(ENDINGS))
     default = next((name for name, config in configs.items() if config.get("default") or name == "default"), "")
     config = configs[_chosen(folder, "config", configs, wanted or default, "")]
     root = folder / _inside(str(config.get("data_dir", ".")))
     patterns = config.get("data_files")
     if patterns is None:
-        return _by_name(file for file in root.rglob("*") if file.name.endswith(DATA_ENDINGS))
+        return _by_name(file for file in root.rglob("*") if file.name.endswith(ENDINGS))
     splits: dict[str, list[Path]] = {}
     for entry in patterns if isinstance(patterns, list) else [patterns]:
         paths, split = (entry["path"], entry.get("split", "train")) if isinstance(entry, Mapping) else (entry, "train")

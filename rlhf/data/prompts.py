@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, takewhile
 from pathlib import Path
-from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.data import drawing, files
 from ratchet.rlhf.data.drawing import Drawn
 from ratchet.rlhf.data.folders import data_files, name_of
 from ratchet.rlhf.data.formats import Messages, question_of, text_of, truth_of
-from ratchet.rlhf.data.turns import Rendered, token_ids, write
+from ratchet.rlhf.data.turns import CONTENT, Rendered, around_content, render_contents, token_ids
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -339,7 +338,7 @@ def tokenize_prompt(
 
     messages = prompt.after(system_prompt)
     if tokenizer.chat_template:  # which writes the special tokens
-        written = write(template, messages, tokenizer)
+        written = render_contents(template, messages, tokenizer)
         return written.text, token_ids(written, tokenizer)
     text = template(messages)
     return text, tokenize_start(text, tokenizer)
@@ -388,7 +387,7 @@ def tokenize_start(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """
     bos = tokenizer.bos_token or ""
     first = bos if text.startswith(bos) else ""
-    written = write(lambda rest: first + rest, text.removeprefix(first), tokenizer)
+    written = render_contents(lambda rest: first + rest, text.removeprefix(first), tokenizer)
     plain = token_ids(written, tokenizer)
     return [*beginning(plain, tokenizer), *plain]
 
@@ -426,13 +425,12 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     end = (int(tokenizer.eos_token_id),)
     if not tokenizer.chat_template:
         return end
-    answer = token_hex(16)  # which the template writes nowhere else
-    example = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    example: Messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": CONTENT}]
     try:
-        _, found, after = str(tokenizer.apply_chat_template(example, tokenize=False)).rpartition(answer)
+        after = around_content(example, tokenizer)[1:]
     except TemplateError:  # the template has other roles
         return end
-    ids = list(tokenizer(after, add_special_tokens=False)["input_ids"]) if found else []
+    ids = list(tokenizer(after[-1], add_special_tokens=False)["input_ids"]) if after else []
     special = [token in tokenizer.added_tokens_decoder and token != tokenizer.unk_token_id for token in ids]
     if not any(special):
         return end
@@ -466,14 +464,12 @@ def with_response(
         def joined(messages: Messages) -> str:
             return render(messages[:-1], tokenizer, where) + messages[-1]["content"] + end
 
-        written = write(joined, conversation, tokenizer)
+        written = render_contents(joined, conversation, tokenizer)
         return written, len(written.text) - len(response + end)
-    written = write(lambda messages: render(messages, tokenizer, where), conversation, tokenizer)
-    answer = token_hex(16)
-    before, found, _ = render([*messages, {"role": "assistant", "content": answer}], tokenizer, where).rpartition(
-        answer
-    )
-    if not found or not written.text.startswith(before + response.strip()):  # templates may strip the content
+    written = render_contents(lambda messages: render(messages, tokenizer, where), conversation, tokenizer)
+    before, *after = render([*messages, {"role": "assistant", "content": CONTENT}], tokenizer, where).split(CONTENT)
+    # templates may strip the content
+    if len(after) != 1 or not written.text.startswith(before + response.strip()):
         return written, None
     leading = len(response) - len(response.lstrip())
     return written, len(before) - (0 if written.text.startswith(before + response) else leading)

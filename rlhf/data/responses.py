@@ -7,17 +7,14 @@ what stands around turns is left out.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from secrets import token_hex
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
+from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.data.prompts import end_of_turn
+from ratchet.rlhf.data.turns import CONTENT, around_content, state_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_ends: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
-_around: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, frozenset[int]]] = WeakKeyDictionary()
 
 
 def response_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -44,21 +41,20 @@ def around_turns(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         The beginning and the ends of a sequence, padding, and the special tokens that the chat template writes from the
         end of a message to the content of the next one. Tags (`<think>` and `</think>`) are text, whoever writes them.
     """
-    template = str(tokenizer.chat_template)
-    known = _around.get(tokenizer)
-    if known is None or known[0] != template:
-        known = _around[tokenizer] = template, _tokens_around(tokenizer)
-    return known[1] | _ends.get(tokenizer, frozenset())
+    state, template = state_of(tokenizer), str(tokenizer.chat_template)
+    if template not in state.around_turns:
+        state.around_turns[template] = _tokens_around(tokenizer)
+    return state.around_turns[template] | state.ends
 
 
-def end_with(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> None:
+def set_response_ends(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> None:
     """Take tokens for ends of a response, too, from now on.
 
     Args:
         tokenizer: tokenizer of the policy.
         ids: the ends that the model's generation config has.
     """
-    _ends[tokenizer] = frozenset(ids)
+    state_of(tokenizer).ends = frozenset(ids)
 
 
 def _tokens_around(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -78,10 +74,9 @@ def _between_turns(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
     if not tokenizer.chat_template:
         return []
-    content = token_hex(16)
-    messages = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
+    messages: Messages = [{"role": role, "content": CONTENT} for role in ("user", "assistant", "user")]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        text = " ".join(around_content(messages, tokenizer)[1:])
     except TemplateError:  # it has other roles
         return []
-    return list(tokenizer(text.partition(content)[2].replace(content, " "), add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -20,12 +20,16 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from ratchet.rlhf.data.formats import Messages
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ratchet.rlhf.config.sections import SpecialTokens
 
 T = TypeVar("T")
+CONTENT = token_hex(16)
+"""Stands for a content where it matters what a chat template writes around it; no text contains it."""
 Span = tuple[int, int]
 """First character of a part of a text, and the one after its last."""
 
@@ -46,7 +50,7 @@ class Tokens(NamedTuple):
     """The part of the text that each token stands for."""
 
 
-def write(template: Callable[[T], str], contents: T, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+def render_contents(template: Callable[[T], str], contents: T, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     """Render contents, and find the special tokens that the template writes itself.
 
     Contents without special tokens are rendered once. Others are rendered again with random marks at their special
@@ -60,9 +64,9 @@ def write(template: Callable[[T], str], contents: T, tokenizer: PreTrainedTokeni
     Returns:
         The text, and which of its special tokens are the template's.
     """
-    text, special = template(contents), _special_tokens(tokenizer)
-    found = sorted(special.within(contents))
-    if special.kept or not found:
+    text, state = template(contents), state_of(tokenizer)
+    found = sorted(state.within(contents))
+    if state.kept or not found:
         return Rendered(text, None)
     mark = token_hex(16)
     ways = (
@@ -70,7 +74,7 @@ def write(template: Callable[[T], str], contents: T, tokenizer: PreTrainedTokeni
         {token: token + mark for token in found},
         {token: f"{mark}{number:04}" for number, token in enumerate(found)},
     )
-    written = [_unmarked(template(special.marked(contents, way)), way, mark, special.pattern) for way in ways]
+    written = [_unmarked(template(state.marked(contents, way)), way, mark, state.pattern) for way in ways]
     return next((one for one in written if one.text == text), written[-1])
 
 
@@ -78,7 +82,7 @@ def token_ids(written: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[int
     """Tokenize a rendered conversation, to which the tokenizer adds nothing.
 
     Args:
-        written: the result of `write`.
+        written: the result of `render_contents`.
         tokenizer: the tokenizer.
 
     Returns:
@@ -99,13 +103,13 @@ def tokens(written: Rendered, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Tokenize a rendered conversation as `token_ids` does, and locate the tokens.
 
     Args:
-        written: the result of `write`.
+        written: the result of `render_contents`.
         tokenizer: a fast tokenizer.
     """
     if written.special is None:
         encoding = tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True)
         return Tokens(list(encoding["input_ids"]), list(encoding["offset_mapping"]))
-    return _special_tokens(tokenizer).splitting.tokens(written)
+    return state_of(tokenizer).splitting.tokens(written)
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -115,7 +119,22 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         text: a content as a whole.
         tokenizer: the tokenizer; it adds nothing.
     """
-    return token_ids(write(str, text, tokenizer), tokenizer)
+    return token_ids(render_contents(str, text, tokenizer), tokenizer)
+
+
+def around_content(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, is_prompt: bool = False) -> list[str]:
+    """What the chat template writes before, between and after the places where it writes `CONTENT`.
+
+    Args:
+        messages: messages, among whose contents is `CONTENT`.
+        tokenizer: tokenizer with a chat template.
+        is_prompt: whether the start of the assistant's next message follows.
+
+    Raises:
+        TemplateError: the template refuses the messages.
+    """
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt)
+    return str(text).split(CONTENT)
 
 
 def special_in(contents: object, tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -125,7 +144,7 @@ def special_in(contents: object, tokenizer: PreTrainedTokenizerBase) -> set[str]
         contents: texts, or lists and dictionaries of texts at any depth.
         tokenizer: the tokenizer.
     """
-    return _special_tokens(tokenizer).within(contents)
+    return state_of(tokenizer).within(contents)
 
 
 def treat_special_tokens(tokenizer: PreTrainedTokenizerBase, treatment: SpecialTokens) -> None:
@@ -135,7 +154,7 @@ def treat_special_tokens(tokenizer: PreTrainedTokenizerBase, treatment: SpecialT
         tokenizer: the tokenizer for which this holds from now on.
         treatment: `data.special_tokens`. To `keep` them is to take them for those of the template.
     """
-    _special_tokens(tokenizer).kept = treatment == "keep"
+    state_of(tokenizer).kept = treatment == "keep"
 
 
 def _unmarked(marked: str, way: Mapping[str, str], mark: str, special: re.Pattern[str]) -> Rendered:
@@ -165,14 +184,19 @@ def _any_of(texts: Collection[str]) -> str:
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)"
 
 
-class _SpecialTokens:
-    """The special tokens of a tokenizer."""
+class TokenizerState:
+    """What is kept of a tokenizer: its special tokens, what becomes of them, and what stands around turns."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.names = {*added, *tokenizer.all_special_tokens} - {""}
         self.pattern = re.compile(_any_of(self.names))
         self.kept = False
+        """Whether those in contents are taken for the template's."""
+        self.ends = frozenset[int]()
+        """Further ends of a response; see `ratchet.rlhf.data.responses`."""
+        self.around_turns: dict[str, frozenset[int]] = {}
+        """The tokens around turns, by chat template."""
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
 
     def within(self, contents: object) -> set[str]:
@@ -259,10 +283,11 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["unk_token"] = names[model["unk_token"]]
 
 
-_known: WeakKeyDictionary[PreTrainedTokenizerBase, _SpecialTokens] = WeakKeyDictionary()
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, TokenizerState] = WeakKeyDictionary()
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> _SpecialTokens:
+def state_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerState:
+    """The state of a tokenizer, which lives as long as the tokenizer."""
     if tokenizer not in _known:
-        _known[tokenizer] = _SpecialTokens(tokenizer)
+        _known[tokenizer] = TokenizerState(tokenizer)
     return _known[tokenizer]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.formats import Message, Messages
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.data.turns import text_ids, token_ids, write
+from ratchet.rlhf.data.turns import CONTENT, around_content, render_contents, text_ids, token_ids
 from ratchet.rlhf.environments.environment import KEY
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Chunk, Request, Sampling
@@ -229,7 +228,8 @@ def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokeniz
     if not tokenizer.chat_template:
         return text_ids("\n" + "\n".join(message["content"] for message in content) + "\n", tokenizer)
     end = str(tokenizer.decode([last]))
-    return token_ids(write(lambda messages: _after_turn(messages, end, tokenizer), content, tokenizer), tokenizer)
+    rendered = render_contents(lambda messages: _after_turn(messages, end, tokenizer), content, tokenizer)
+    return token_ids(rendered, tokenizer)
 
 
 def is_prefix_stable(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -259,35 +259,28 @@ def _after_turn(messages: Messages, last: str, tokenizer: PreTrainedTokenizerBas
     """
     from jinja2 import TemplateError
 
-    mark = token_hex(16)  # stands for the policy's turn; no message contains it
-    question: dict[str, Any] = {"role": "user", "content": "?"}
-    function = {"name": "f", "arguments": {"a": mark}}
-    call = {"type": "function", "id": CALL_ID, "function": function}
-    answers: list[dict[str, Any]] = [{"role": "assistant", "content": mark}]
+    question: Message = {"role": "user", "content": "?"}
+    answers: list[Message] = [{"role": "assistant", "content": CONTENT}]
     if messages[0]["role"] == "tool":  # which some templates allow only after a call
+        call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {"a": CONTENT}}}
         answers.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages = [{**message, "tool_call_id": CALL_ID} for message in messages]
 
-    def after(answer: dict[str, Any], messages: Messages) -> str:
-        conversation = [question, answer, *messages]
-        whole = str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
-        if whole.count(mark) != 1:
-            does = "repeats" if mark in whole else "leaves out"
-            raise UserError(f"the chat template {does} the assistant's messages: use another chat template")
-        return whole.partition(mark)[2]
-
     for number, answer in enumerate(answers, 1):
         try:
-            rest = after(answer, messages)
+            _, *rest = around_content([question, answer, *messages], tokenizer, is_prompt=True)
         except TemplateError as error:
             if number == len(answers):
                 roles = ", ".join(message["role"] for message in messages)
                 raise UserError(f"the chat template refuses the messages of {KEY} (roles: {roles}): {error}") from None
         else:
             break
-    if "tool_calls" in answer:
-        first = token_hex(16)  # the turn ends before the messages begin, which may contain its last token, too
-        call_end, _, _ = after(answer, [{**messages[0], "content": first}]).partition(first)
+    if len(rest) != 1:
+        does = "repeats" if rest else "leaves out"
+        raise UserError(f"the chat template {does} the assistant's messages: use another chat template")
+    if "tool_calls" in answer:  # the turn ends before the messages begin, which may contain its last token, too
+        first: Message = {**messages[0], "content": CONTENT}
+        call_end = around_content([question, answer, first], tokenizer, is_prompt=True)[1]
         if last in call_end:
-            return rest.partition(last)[2]
-    return rest.removeprefix(last)
+            return rest[0].partition(last)[2]
+    return rest[0].removeprefix(last)

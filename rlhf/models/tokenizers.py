@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf.data.prompts import beginning, end_of_turn
-from ratchet.rlhf.data.responses import end_with
+from ratchet.rlhf.data.responses import set_response_ends
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.custom_code import needs_code
 from ratchet.rlhf.models.hf_configs import generation_config, text_config
@@ -50,7 +50,7 @@ def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedToke
     if model.chat_template_kwargs:
         _set_variables(tokenizer, model)
     if writes and (model_folder(model) / "generation_config.json").is_file():
-        end_with(tokenizer, _ends(generation_config(model), tokenizer))
+        set_response_ends(tokenizer, _ends(generation_config(model), tokenizer))
     return tokenizer
 
 

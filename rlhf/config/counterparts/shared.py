@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ratchet.rlhf.algorithms import PolicyLoss
 from ratchet.rlhf.config.counterparts.base import Assumed, Converted, NoEqual, Settings, Value
-from ratchet.rlhf.config.sections import DATA_ENDINGS
+from ratchet.rlhf.config.sections import ENDINGS
 
 
 def sole_file(names: Sequence[str]) -> Value | Assumed:
@@ -114,7 +114,7 @@ def data_file(settings: Settings, key: str) -> Converted:
     if not settings.has(key):
         return {}
     names = settings.texts(key)
-    if all(name.endswith(DATA_ENDINGS) for name in names):
+    if all(name.endswith(ENDINGS) for name in names):
         return {"data.train": names}
     local = [f"data/{run_name(name)}/train.parquet" for name in names]
     return {"data.train": Assumed(local, f"write {', '.join(names)} there, in verl's columns (`ratchet data --help`)")}
