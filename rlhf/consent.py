@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.custom_code import code_files, code_names
+from ratchet.rlhf.models.model_folders import model_folder
 
 if TYPE_CHECKING:
     from ratchet.rlhf.config import ModelConfig, RunConfig
@@ -219,9 +221,6 @@ def _files_of(module: str, *, is_file: bool) -> tuple[Path, ...] | None:
 
 def _of_model(key: str, model: ModelConfig) -> Code | None:
     """The code of a model; None if it brings none."""
-    from ratchet.rlhf.models.custom_code import code_files, code_names
-    from ratchet.rlhf.models.model_folders import model_folder
-
     try:
         folder = model_folder(model, key.removesuffix(f".{REMOTE_CODE}"))
     except UserError:  # so that nothing can be loaded

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.models import lora
+from ratchet.rlhf.models.hf_configs import generation_config
+from ratchet.rlhf.models.model_folders import model_folder
+from ratchet.rlhf.models.tokenizers import eos_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +33,6 @@ def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: Rollo
         The rollout engine, or what stands for it on a rank that lends its devices to another rank's engine.
     """
     from ratchet.rlhf.models.loading import load_actor
-    from ratchet.rlhf.models.tokenizers import eos_token_ids, load_tokenizer
     from ratchet.rlhf.rollout.rollout_team import LentDevices
 
     if not team.leads:
@@ -64,10 +67,6 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices:
     """
     import torch
 
-    from ratchet.rlhf.models import lora
-    from ratchet.rlhf.models.hf_configs import generation_config
-    from ratchet.rlhf.models.model_folders import model_folder
-    from ratchet.rlhf.models.tokenizers import eos_token_ids
     from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 
     rollout, model, vllm = config.rollout, config.model, config.rollout.vllm
@@ -104,9 +103,6 @@ def server_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ser
     Returns:
         The rollout engine.
     """
-    from ratchet.rlhf.models.hf_configs import generation_config
-    from ratchet.rlhf.models.model_folders import model_folder
-    from ratchet.rlhf.models.tokenizers import eos_token_ids
     from ratchet.rlhf.rollout.server_engine import ServerRollout
 
     server, model = config.rollout.server, config.model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 
 if TYPE_CHECKING:
     from ratchet.rlhf.config import ModelConfig, RunConfig, TrainerConfig
@@ -163,8 +164,6 @@ def check_config(config: RunConfig, roles: Iterable[str], total: float) -> None:
     Raises:
         UserError: it does not.
     """
-    from ratchet.rlhf.models.model_folders import model_folder, parameter_count
-
     models = {"actor": config.model, "critic": config.critic_model, **config.frozen_models}
     models |= {} if config.reward.model is None else {"reward": config.reward.model}
     counts = {role: parameter_count(model_folder(models[role])) for role in roles if role in models}
