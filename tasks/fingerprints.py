@@ -10,7 +10,7 @@ from ratchet.infra.execution.executors import StageHandle
 from ratchet.infra.execution.outside import Outside
 from ratchet.infra.store.manifest import Fingerprint, Manifest
 from ratchet.infra.store.records import Ahead, RunState, Skip, Weights
-from ratchet.infra.workers.worker import WEIGHTS_OF
+from ratchet.infra.workers.held_weights import WEIGHTS_OF
 from ratchet.rlhf.config import RunConfig, stored_config
 from ratchet.rlhf.errors import UserError, counted, reached
 from ratchet.tasks.experience_replay import check_experience

@@ -25,8 +25,9 @@ from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import Weights, sha256_of
 from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.calls import ShardKey
+from ratchet.infra.workers.held_weights import WrongPolicyVersion
 from ratchet.infra.workers.rollouts import Generated
-from ratchet.infra.workers.worker import Worker, WrongPolicyVersion
+from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.config import PoolConfig, RunConfig
 from ratchet.rlhf.distributed.device_errors import is_lost, out_of_memory
 from ratchet.rlhf.errors import RatchetError, UserError, in_one_line

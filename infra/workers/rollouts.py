@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from ratchet.infra.store.records import Weights
 from ratchet.infra.workers.calls import C, Context, RowsCall, S, ShardKey, ShardStart
 
@@ -60,6 +62,23 @@ class Journaled:
     """Rows of journals by trajectory id."""
     recorded: Mapping[str, Sequence[Recorded]] = field(default_factory=dict)
     """Answers to agents, by trajectory id."""
+
+
+JOURNAL = pa.schema(
+    {
+        "trajectory_id": pa.string(),
+        "ids": pa.list_(pa.int32()),
+        "log_probs": pa.list_(pa.float32()),
+        "mask": pa.list_(pa.int8()),
+        "versions": pa.list_(pa.int32()),
+        "turn_starts": pa.list_(pa.int32()),
+        "turn_ends": pa.list_(pa.int32()),
+        "turn_rewards": pa.list_(pa.float64()),
+        "finish_reason": pa.string(),
+        "tool_error": pa.string(),
+    }
+)
+"""Columns of a journal; see `Dialogue`."""
 
 
 @dataclass
