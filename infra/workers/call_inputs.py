@@ -13,7 +13,7 @@ from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.records import ShardRef
 from ratchet.infra.store.run_store import RunStore, is_call_file
 from ratchet.infra.workers.call_log import recorded_of
-from ratchet.infra.workers.calls import Answer, C, Call, Experience, ExpertExperience
+from ratchet.infra.workers.calls import C, Call, Experience, ExpertExperience, ReplayedAnswer
 from ratchet.infra.workers.resources import Resources
 from ratchet.infra.workers.rollouts import Journaled, newest, of_this_release
 from ratchet.rlhf.batch import TrajectoryBatch
@@ -37,17 +37,17 @@ class CallInputs:
         names = ("trajectory_id", *columns)
         return TrajectoryBatch(pa.concat_tables([self._store.read_shard(shard, names) for shard in shards]))
 
-    def replayed(self, call: Call[C]) -> dict[int, list[Answer]]:
+    def replayed(self, call: Call[C]) -> dict[int, list[ReplayedAnswer]]:
         """The answers that prompts are drawn with, by the prompt's number."""
         return {number: self._answers(call, experience) for number, experience in call.replayed.items()}
 
-    def _answers(self, call: Call[C], experience: Experience | ExpertExperience) -> list[Answer]:
+    def _answers(self, call: Call[C], experience: Experience | ExpertExperience) -> list[ReplayedAnswer]:
         if isinstance(experience, ExpertExperience):
             return [self._expert_answer(call, experience, number) for number in experience.answers]
         table = self._store.read_shard(experience.shard)
         rows = table.filter(pc.field("prompt_id") == experience.prompt_id).to_pylist()
         return [
-            Answer(
+            ReplayedAnswer(
                 ids=row["response_ids"],
                 log_probs=row["rollout_log_probs"],
                 mask=row["response_mask"],
@@ -58,12 +58,14 @@ class CallInputs:
             for row in sorted(rows, key=lambda row: int(row["sample"]))
         ]
 
-    def _expert_answer(self, call: Call[C], experience: ExpertExperience, number: int) -> Answer:
+    def _expert_answer(self, call: Call[C], experience: ExpertExperience, number: int) -> ReplayedAnswer:
         """An answer of an expert, whose probability of each token is unknown and taken as 1."""
         where, ids = self._resources.experts(experience.files).answer(number, self._resources.tokenizer)
         assert call.weights is not None, "the rollout has weights"
         size = len(ids)
-        return Answer(ids, [0.0] * size, [1] * size, [call.weights.version] * size, "stop", where, by_expert=True)
+        return ReplayedAnswer(
+            ids, [0.0] * size, [1] * size, [call.weights.version] * size, "stop", where, by_expert=True
+        )
 
     def journaled(self, call: Call[C]) -> Journaled:
         """What an earlier driver has generated. A damaged journal is left out: it saves time, no more."""

@@ -138,8 +138,8 @@ class RayWorker:
 
 
 @dataclass(frozen=True)
-class Answer(Generic[R]):
-    """The pending answer of a call."""
+class CallHandle(Generic[R]):
+    """A call in progress."""
 
     group: RayGroup
     method: Callable[..., R]
@@ -180,7 +180,7 @@ class RayReplica:
         """Call a method in this process. Raises the worker's error, or `GroupLost`."""
         return self.submit(method, *args, **kwargs).result()
 
-    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
+    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> CallHandle[R]:
         """Call a method in this process, without waiting for its result."""
         return self.group.submit_to(self.team[0], method, *args, **kwargs)
 
@@ -221,26 +221,26 @@ class RayGroup:
         """Call a method in all processes and return rank 0's answer. Raises the worker's error, or `GroupLost`."""
         return self.submit(method, *args, **kwargs).result()
 
-    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
+    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> CallHandle[R]:
         """Call a method in all processes, which handle calls in the order of submission."""
         call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the remote process adds the worker
         with self._lock:  # calls that reach two ranks in different orders would deadlock
             actors = self._ready()
             self._lent.clear()  # any call may use the devices for other models
-            return Answer(self, method, actors, [_asked(actor, self.term, call) for actor in actors])
+            return CallHandle(self, method, actors, [_asked(actor, self.term, call) for actor in actors])
 
     def submit_to(
         self, rank: int, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> Answer[R]:
+    ) -> CallHandle[R]:
         """Call a method in one process."""
         call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the remote process adds the worker
         with self._lock:
             actors = self._ready()
-            return Answer(self, method, actors, [_asked(actors[rank], self.term, call)])
+            return CallHandle(self, method, actors, [_asked(actors[rank], self.term, call)])
 
     def submit_generate(
         self, team: range, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
-    ) -> Answer[list[Generated]]:
+    ) -> CallHandle[list[Generated]]:
         """Let a rollout team generate; see `Worker.generate`. First all its ranks lend their devices to the engine."""
         lend = partial(Worker.lend_devices, weights=weights)
         generate = partial(Worker.generate, weights=weights, submitted=submitted, wait_s=wait_s)
@@ -249,7 +249,7 @@ class RayGroup:
             lenders = team if len(team) > 1 and team not in self._lent else ()
             self._lent.add(team)
             lending = [_asked(actors[rank], self.term, lend) for rank in lenders]
-            return Answer(self, Worker.generate, actors, [_asked(actors[team[0]], self.term, generate), *lending])
+            return CallHandle(self, Worker.generate, actors, [_asked(actors[team[0]], self.term, generate), *lending])
 
     def replicas(self) -> list[RayReplica]:
         """What generates alone: each process, or each rollout team."""
