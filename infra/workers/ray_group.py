@@ -33,7 +33,7 @@ from ratchet.rlhf.distributed.device_errors import is_lost, out_of_memory
 from ratchet.rlhf.errors import RatchetError, UserError, in_one_line
 
 if TYPE_CHECKING:
-    from ratchet.rlhf.distributed.rendezvous import Meeting
+    from ratchet.rlhf.distributed.rendezvous import Rendezvous
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,8 +67,8 @@ class RayWorker:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each process only its own devices
         self.config, self.identity = config, identity
         self.rank, self.ranks = 0, 0
-        self.meeting: Meeting | None = None
-        """The ranks' meeting, if this process opened it."""
+        self.rendezvous: Rendezvous | None = None
+        """The ranks' rendezvous, if this process opened it."""
         self.worker = Worker(config, RunStore(ObjectStore(url)), roles)
         self.busy = 0
         self.last = time.monotonic()
@@ -79,14 +79,14 @@ class RayWorker:
         """True; an answer shows that the process is alive."""
         return True
 
-    def meeting_point(self) -> str:
-        """Open the ranks' meeting on this machine, where this process is rank 0; returns its URL."""
+    def open_rendezvous(self) -> str:
+        """Open the ranks' rendezvous on this machine, where this process is rank 0; returns its URL."""
         import ray
 
-        from ratchet.rlhf.distributed.rendezvous import Meeting
+        from ratchet.rlhf.distributed.rendezvous import Rendezvous
 
-        self.meeting = Meeting(ray.util.get_node_ip_address(), START_S)
-        return self.meeting.url
+        self.rendezvous = Rendezvous(ray.util.get_node_ip_address(), START_S)
+        return self.rendezvous.url
 
     def location(self) -> Location:
         """This machine, and this process's GPUs on it."""
@@ -94,13 +94,13 @@ class RayWorker:
 
         return ray.get_runtime_context().get_node_id(), tuple(sorted(map(str, ray.get_gpu_ids()), key=_gpu_order))
 
-    def join(self, rank: int, count: int, team_size: int, meeting: str, timeout_s: float) -> None:
+    def join(self, rank: int, count: int, team_size: int, rendezvous: str, timeout_s: float) -> None:
         """Join the group of `count` ranks at the rendezvous, as this rank, and a rollout team; see `ranks.join`."""
         from ratchet.rlhf.distributed import ranks
         from ratchet.rlhf.rollout import rollout_team
 
         if count > 1:
-            ranks.join(rank, count, self.meeting or meeting, timeout_s)
+            ranks.join(rank, count, self.rendezvous or rendezvous, timeout_s)
             self.worker.engines.team = rollout_team.formed(team_size, self.location()[1], timeout_s)
         self.rank, self.ranks = rank, ranks.count()
 
@@ -404,9 +404,9 @@ class RayGroup:
         try:
             locations = ray.get([actor.location.remote() for actor in actors], timeout=START_S)
             actors = [actors[number] for number in in_order(locations)]
-            meeting = ray.get(actors[0].meeting_point.remote(), timeout=START_S)
+            rendezvous = ray.get(actors[0].open_rendezvous.remote(), timeout=START_S)
             joins = [
-                actor.join.remote(rank, pool.workers, size, meeting, pool.timeout_s)
+                actor.join.remote(rank, pool.workers, size, rendezvous, pool.timeout_s)
                 for rank, actor in enumerate(actors)
             ]
             ray.get(joins, timeout=START_S)

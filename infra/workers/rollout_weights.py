@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ratchet.rlhf.distributed.rendezvous import Meeting
+    from ratchet.rlhf.distributed.rendezvous import Rendezvous
     from ratchet.rlhf.rollout.engine import RolloutEngine
     from ratchet.rlhf.train.engine import InferenceEngine
     from ratchet.rlhf.weights.broadcast import WeightLink
@@ -40,7 +40,7 @@ class RolloutWeights:
     def __init__(self, config: RunConfig, engines: Engines, resources: Resources, held: HeldWeights) -> None:
         self._config, self._engines, self._resources, self._held = config, engines, resources, held
         self._has_compared_server = False
-        self._rendezvous: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self._link: tuple[str, WeightLink] | None = None
         """The connection for new weights between this process and others, and the URL of their rendezvous."""
 
@@ -83,9 +83,9 @@ class RolloutWeights:
 
     def open_rendezvous(self) -> str:
         """See `Worker.open_rendezvous`."""
-        from ratchet.rlhf.distributed.rendezvous import Meeting
+        from ratchet.rlhf.distributed.rendezvous import Rendezvous
 
-        self._rendezvous = Meeting(_own_address(), self._timeout_s("actor"))
+        self._rendezvous = Rendezvous(_own_address(), self._timeout_s("actor"))
         return self._rendezvous.url
 
     def connect(self, url: str, count: int, *, sends: bool) -> bool:
