@@ -14,6 +14,7 @@ from ratchet.infra.execution.executors import Executors, StageHandle
 from ratchet.infra.execution.heartbeat import beating
 from ratchet.infra.execution.outside import Outside, OutsideInputs
 from ratchet.infra.execution.preflight.run import check_run, say_what_changed
+from ratchet.infra.execution.read_write_lock import ReadWriteLock
 from ratchet.infra.execution.replicas import Replicas
 from ratchet.infra.execution.snapshots import Snapshots
 from ratchet.infra.execution.stopping import Stopping, on_signals
@@ -31,50 +32,12 @@ from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.data.experts import Matched
 
 
-class Turn:
-    """A lock that many may share, or one may have alone; whoever wants it alone comes first."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._sharing = 0
-        self._wanted = 0
-        self._taken = False
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Hold the lock together with others."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._wanted)
-            self._sharing += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._sharing -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the lock alone."""
-        with self._changed:
-            self._wanted += 1
-            self._changed.wait_for(lambda: not self._sharing and not self._taken)
-            self._taken = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._wanted -= 1
-                self._taken = False
-                self._changed.notify_all()
-
-
 @dataclass
 class AheadRollouts:
     """The state of generation ahead of the open iteration, if `rollout.mode` allows that."""
 
-    turn: Turn = field(default_factory=Turn)
-    """Shared by calls that generate; exclusive while new weights are loaded."""
+    weights_lock: ReadWriteLock = field(default_factory=ReadWriteLock)
+    """Held for reading by calls that generate, and for writing while new weights are loaded."""
     loaded: Weights | None = None
     """The weights that were loaded last; None: each iteration generates with its starting weights."""
     replicas: Replicas | None = None
