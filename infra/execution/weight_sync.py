@@ -39,11 +39,6 @@ class WeightSync:
     def between(self, actor: WorkerGroup, rollout: WorkerGroup, weights: Weights) -> int | None:
         """Broadcast the actor's weights to the rollout.
 
-        Args:
-            actor: the workers that hold these weights.
-            rollout: the workers that need them.
-            weights: the weights.
-
         Returns:
             Bytes that were sent; None: no connection could be made, or it failed.
         """

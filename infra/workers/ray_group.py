@@ -438,9 +438,6 @@ def in_order(locations: Sequence[Location]) -> list[int]:
     of a rollout team are adjacent, and always share one: where every machine has whole teams of processes, so do their
     ranks. Ray places bundles in any order.
 
-    Args:
-        locations: where each process runs.
-
     Returns:
         The number of the process of each rank, in order of rank.
     """
@@ -458,15 +455,8 @@ def _gpu_order(gpu: str) -> tuple[int, str]:
 
 
 def room_for(bundle: Mapping[str, float], machines: Iterable[Mapping[str, float]]) -> int:
-    """Count the bundles that fit on idle machines, each on one of them.
-
-    Args:
-        bundle: amounts of the resources that a bundle has, by Ray's name, all positive.
-        machines: the resources of each machine.
-
-    Returns:
-        The largest number of bundles.
-    """
+    """The largest number of bundles that fit on idle machines, each on one of them. Amounts are by Ray's name of the
+    resource; a bundle's are positive."""
     return sum(
         min(int(machine.get(name, 0) / amount + 1e-6) for name, amount in bundle.items()) for machine in machines
     )

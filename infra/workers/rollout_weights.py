@@ -35,7 +35,8 @@ LINK_S = 1800.0
 
 
 class RolloutWeights:
-    """Gives new weights to the rollout of this process, or sends the actor's to rollouts of others."""
+    """Gives new weights to the rollout of this process, or sends the actor's to rollouts of others. `Worker` describes
+    what the methods do that answer its calls."""
 
     def __init__(self, config: RunConfig, engines: Engines, resources: Resources, held: HeldWeights) -> None:
         self._config, self._engines, self._resources, self._held = config, engines, resources, held
@@ -45,7 +46,6 @@ class RolloutWeights:
         """The connection for new weights between this process and others, and the URL of their rendezvous."""
 
     def copy(self, weights: Weights) -> int | None:
-        """See `Worker.copy_to_rollout`."""
         with self._engines.lock:
             if not self._held.has("actor", weights):
                 return None
@@ -82,14 +82,12 @@ class RolloutWeights:
             self._engines.end_rollout()
 
     def open_rendezvous(self) -> str:
-        """See `Worker.open_rendezvous`."""
         from ratchet.rlhf.distributed.rendezvous import Rendezvous
 
         self._rendezvous = Rendezvous(_own_address(), self._timeout_s("actor"))
         return self._rendezvous.url
 
     def connect(self, url: str, count: int, *, sends: bool) -> bool:
-        """See `Worker.connect`."""
         from ratchet.rlhf.weights.broadcast import SENDER, LinkLost, WeightLink
 
         if sends and ranks.rank() > 0:
@@ -106,12 +104,10 @@ class RolloutWeights:
         return self._link is not None
 
     def is_connected(self, url: str) -> bool:
-        """See `Worker.is_connected`."""
         is_gathering = "actor" in self._engines.roles and ranks.rank() > 0  # rank 0 sends
         return is_gathering or (self._link is not None and self._link[0] == url)
 
     def send(self, weights: Weights) -> int | None:
-        """See `Worker.send_weights`."""
         from ratchet.rlhf.weights.broadcast import LinkLost
 
         link = None if self._link is None else self._link[1]
@@ -133,7 +129,6 @@ class RolloutWeights:
             return None
 
     def receive(self, weights: Weights) -> bool:
-        """See `Worker.receive_weights`."""
         from ratchet.rlhf.weights.broadcast import LinkLost
 
         assert self._link is not None, "the caller has connected the workers"

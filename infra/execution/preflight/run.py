@@ -30,9 +30,6 @@ def check_run(
     """Check everything that may be wrong on the user's side. Writes nothing, and loads no model.
 
     Args:
-        config: the config to start or continue with.
-        store: the run.
-        outside: the config's inputs outside the store.
         check: checks the committed stages of the open iteration.
         take_over: whether another driver may be alive.
         accept_changes: whether the run may continue with other data, another reward or another algorithm.
@@ -66,13 +63,7 @@ def check_run(
 
 
 def other_averages(before: RunConfig, config: RunConfig, iteration: int) -> list[str]:
-    """Refuse a config in which other weights follow the actor than in the iterations that a run has.
-
-    Args:
-        before: the run's config.
-        config: the new config.
-        iteration: number of iterations that both share.
-    """
+    """Refuse a config in which other weights follow the actor than in the iterations that a run has with `before`."""
     keys = {"reference": "reference.sync_every", "ema": "actor.ema_decay"}
     return [
         f"{key} can be set or removed only before the first iteration, because the average begins there: start "
@@ -85,15 +76,8 @@ def other_averages(before: RunConfig, config: RunConfig, iteration: int) -> list
 def _other_settings(
     claim: Claim, iteration: int, config: RunConfig, outside: OutsideInputs, *, can_continue: bool
 ) -> list[str]:
-    """Refuse a config that learns from something else than the run did.
-
-    Args:
-        claim: the claim of the driver before.
-        iteration: number of iterations that the run has.
-        config: the new config.
-        outside: its inputs outside the store.
-        can_continue: whether the open iteration can continue with the config.
-    """
+    """Refuse a config that learns from something else than the run did. `can_continue` tells whether the open iteration
+    can continue with it."""
     changed = differences(stored_config(claim.config, "the claim").learned_from(), config.learned_from())
     if claim.outside.get("dataset") == outside.digest("dataset"):  # other paths, the same prompts
         changed = [change for change in changed if not change.startswith("data.train ")]
@@ -108,12 +92,8 @@ def _other_settings(
 
 
 def say_what_changed(state: RunState, config: RunConfig) -> None:
-    """Report changed settings: a run may continue with them, but the user should notice.
-
-    Args:
-        state: the run's state, before it is claimed with `config`.
-        config: the config that it continues with.
-    """
+    """Report changed settings of a run that is not yet claimed with `config`: it may continue, but the user should
+    notice."""
     if state.claim is None:
         return
     before = stored_config(state.claim.config, "the claim")
