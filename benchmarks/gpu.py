@@ -334,29 +334,29 @@ def step_digest(device: Device) -> None:
     import torch
 
     from ratchet.rlhf.weights import state_digest
-    from ratchet.rlhf.weights.tensor_shards import Part
+    from ratchet.rlhf.weights.tensor_shards import TensorShard
 
     rows, columns = (4096, 1024) if device == "cuda" else (64, 32)
     on_cpu = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     whole = on_cpu.to(device)
 
-    def digest(parts: Iterator[Part]) -> str:
+    def digest(parts: Iterator[TensorShard]) -> str:
         return state_digest.of_parts({"w": parts}, {"w": whole.shape}, "")
 
-    def cut(down: int, across: int) -> Iterator[Part]:
+    def cut(down: int, across: int) -> Iterator[TensorShard]:
         for row in range(down):
             for column in range(across):
                 block = whole.chunk(down, 0)[row].chunk(across, 1)[column].contiguous()
-                yield Part.block(block, whole.shape, (row * rows // down, column * columns // across))
+                yield TensorShard.block(block, whole.shape, (row * rows // down, column * columns // across))
 
-    expected = digest(iter([Part.flat(on_cpu)]))
+    expected = digest(iter([TensorShard.flat(on_cpu)]))
     for layout in ((1, 1), (8, 1), (1, 4), (2, 4)):
         assert digest(cut(*layout)) == expected, f"cut {layout[0]} x {layout[1]}, the digest is another one"
     whole.view(torch.int32)[rows // 2, columns // 2] ^= 1
     assert digest(cut(2, 4)) != expected, "a flipped bit goes unnoticed"
 
     elements = 2**30 if device == "cuda" else 2**18
-    large = Part.flat(torch.randn(elements, device=device))
+    large = TensorShard.flat(torch.randn(elements, device=device))
     state_digest.sums(large, 1)  # kernels are loaded
     began = time.perf_counter()
     state_digest.sums(large, 1)

@@ -8,7 +8,8 @@ import pandas as pd
 from prefect import flow
 
 from ratchet.flows.overrides import Override
-from ratchet.infra.execution.driver import check_prompts, say_attention
+from ratchet.infra.execution.preflight.models import say_attention
+from ratchet.infra.execution.preflight.prompts import check_prompts
 from ratchet.infra.progress import StageProgress, report
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import Weights

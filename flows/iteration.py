@@ -3,7 +3,8 @@
 from prefect import flow
 
 from ratchet.flows.prefect_pages import show_iteration, shown, untagged
-from ratchet.infra.execution.driver import Driver, driving, with_iterations
+from ratchet.infra.execution.driver import Driver, driving
+from ratchet.infra.execution.epochs import with_iterations
 from ratchet.infra.execution.executors import StageHandle
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import NotFinite

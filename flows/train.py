@@ -20,7 +20,8 @@ from ratchet.flows.overrides import Override
 from ratchet.flows.prefect_pages import has_pages, show_report, shown, tagged
 from ratchet.flows.summary import summary
 from ratchet.flows.tracking import tracking
-from ratchet.infra.execution.driver import driving, with_iterations
+from ratchet.infra.execution.driver import driving
+from ratchet.infra.execution.epochs import with_iterations
 from ratchet.infra.progress import note
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.store.log import Fenced

@@ -72,7 +72,7 @@ def update_rollout_weights(driver: Driver, iteration: int) -> None:
     """Give the rollout the newest weights: those with which the open iteration begins."""
     newest = driver.state.starting["actor"]
     group = driver.groups.of("rollout")
-    with driver.rollout.turn.alone():
+    with driver.rollout.weights_lock.writing():
         if not group.call(Worker.has_weights, "rollout", newest):
             group.call(Worker.pause)
             ensure_weights(driver, "rollout", newest)

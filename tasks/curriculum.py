@@ -49,7 +49,7 @@ def _rates(driver: Driver, curriculum: CurriculumConfig, iteration: int) -> dict
     generated, scored = manifests.get("generate"), manifests.get("score")
     if generated is None or scored is None or "dataset_row" not in generated.columns:
         return {}
-    if generated.fingerprint.parts.get("dataset") != driver.digest("dataset"):
+    if generated.fingerprint.parts.get("dataset") != driver.outside.digest("dataset"):
         return {}
     threshold = SOLVED if curriculum.solved_score is None else curriculum.solved_score
     row_of: dict[str, int] = {}

@@ -195,7 +195,7 @@ def _of_iteration(driver: Driver, store: RunStore, url: str, iteration: int, n: 
 
 
 def _is_same_dataset(driver: Driver, generated: Manifest) -> bool:
-    return generated.fingerprint.parts.get("dataset") == driver.digest("dataset")
+    return generated.fingerprint.parts.get("dataset") == driver.outside.digest("dataset")
 
 
 def _check_dataset(driver: Driver, url: str, generated: Manifest | None) -> None:

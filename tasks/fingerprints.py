@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratchet.infra.execution.driver import Driver, Outside
+from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.execution.outside import Outside
 from ratchet.infra.store.manifest import Fingerprint, Manifest
 from ratchet.infra.store.records import Ahead, RunState, Skip, Weights
-from ratchet.infra.workers.worker import WEIGHTS_OF
+from ratchet.infra.workers.held_weights import WEIGHTS_OF
 from ratchet.rlhf.config import RunConfig, stored_config
 from ratchet.rlhf.errors import UserError, counted, reached
 from ratchet.tasks.experience_replay import check_experience
@@ -60,7 +61,7 @@ def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping
     parts |= {f"input.{name}": handle.manifest().digest for name, handle in inputs.items()}
     if stage.role is not None and stage.role not in UNVERSIONED:
         parts[f"weights.{WEIGHTS_OF.get(stage.role, stage.role)}"] = _digests_of_weights(driver, stage, iteration)
-    parts |= {source: digest for source in stage.outside if (digest := driver.digest(source)) is not None}
+    parts |= {source: digest for source in stage.outside if (digest := driver.outside.digest(source)) is not None}
     return Fingerprint(parts=parts)
 
 
@@ -93,7 +94,7 @@ NAMED_BY: Mapping[Outside, str] = {"reward": "reward.function", "environment": "
 
 def _outside_changes(driver: Driver, stage: Stage, then: Mapping[str, Any], of_config: Sequence[str]) -> list[str]:
     renamed = {source for source, key in NAMED_BY.items() if any(change.startswith(key) for change in of_config)}
-    changed = (source for source in stage.outside if then.get(source) != driver.digest(source))
+    changed = (source for source in stage.outside if then.get(source) != driver.outside.digest(source))
     return [f"{_in_words(source, driver.config)} changed" for source in changed if source not in renamed]
 
 

@@ -127,6 +127,6 @@ def _replicas(driver: Driver) -> Replicas:
 
 
 def _generate(driver: Driver, replica: Replica, weights: Weights, prompts: Sequence[Prompt]) -> Sequence[Generated]:
-    with driver.rollout.turn.shared():
+    with driver.rollout.weights_lock.reading():
         weights = driver.rollout.loaded or weights
         return on_worker(driver, {"rollout": weights}, partial(replica.generate, weights, prompts, WAIT_S))

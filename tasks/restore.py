@@ -18,7 +18,8 @@ from ratchet.infra.store.manifest import Manifest
 from ratchet.infra.store.records import Diverged, Skip, StageCommit, Weights
 from ratchet.infra.workers.calls import C, Call, UpdateCall, Updated
 from ratchet.infra.workers.groups import WorkerGroup
-from ratchet.infra.workers.worker import WEIGHTS_OF, Worker
+from ratchet.infra.workers.held_weights import WEIGHTS_OF
+from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.errors import NotFinite
 from ratchet.tasks.pipeline import update_of
 from ratchet.tasks.stage import ROUNDING, UpdateStage

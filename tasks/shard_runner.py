@@ -193,7 +193,7 @@ def _generated(
         while until is None or not until.is_met(done):
             job.check()
             while pending and generation.has_room and (until is None or until.wants(done, len(generation.requests))):
-                with driver.rollout.turn.shared():
+                with driver.rollout.weights_lock.reading():
                     _assign(driver, stage, job.iteration, pending[0])
                     generation.open(job.request(pending.popleft()))
             if not pending:

@@ -12,8 +12,9 @@ from typing import Any, Generic, TypeAlias
 
 from pydantic import JsonValue
 
-from ratchet.infra.execution.driver import Driver, Outside
+from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.execution.outside import Outside
 from ratchet.infra.workers.calls import (
     C,
     Context,

@@ -9,8 +9,8 @@ from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.executors import StageHandle
 from ratchet.infra.store.records import RunState, Weights
 from ratchet.infra.workers.calls import C, Call, S
+from ratchet.infra.workers.held_weights import WrongPolicyVersion
 from ratchet.infra.workers.ray_group import GroupLost
-from ratchet.infra.workers.worker import WrongPolicyVersion
 from ratchet.tasks.fingerprints import weights_for
 from ratchet.tasks.restore import ensure_weights, followed
 from ratchet.tasks.stage import RowsStage, UpdateStage

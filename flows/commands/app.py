@@ -1161,7 +1161,9 @@ def _announce(config: RunConfig, accept_changes: bool) -> None:
     _quiet()
     from ratchet.flows.summary import first_prompt, summary
     from ratchet.flows.terminal import progress
-    from ratchet.infra.execution.driver import check_start, say_what_changed, with_iterations
+    from ratchet.infra.execution.driver import check_start
+    from ratchet.infra.execution.epochs import with_iterations
+    from ratchet.infra.execution.preflight.run import say_what_changed
     from ratchet.tasks.fingerprints import check_open_iteration
 
     with progress(console):
@@ -1176,7 +1178,7 @@ def _drive(config: RunConfig, take_over: bool = False, accept_changes: bool = Fa
     server = _starting()
     from ratchet.flows.terminal import progress
     from ratchet.infra.execution.claims import run_url
-    from ratchet.infra.execution.driver import with_iterations
+    from ratchet.infra.execution.epochs import with_iterations
     from ratchet.infra.execution.stopping import on_signals
     from ratchet.infra.runs.run import open_run
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from ratchet.flows.shown_metrics import REPORT, shown_in
+from ratchet.flows.shown_metrics import shown_in
 from ratchet.infra.progress import note
 from ratchet.infra.runs.listing import State, state_of
 from ratchet.infra.runs.run import OnDamage, Run
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.records import Fork, StageCommit
-from ratchet.infra.store.run_store import VALIDATE
+from ratchet.infra.store.run_store import REPORT, VALIDATE
 from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError

@@ -90,8 +90,6 @@ def claim(
     """Claim the run, which fences every older driver; write `run.json` if it is missing.
 
     Args:
-        store: the run.
-        config: the driver's config.
         initial: each role's initial weights.
         ahead: the number of iterations beyond the open one that the driver may generate.
         outside: digests of the stages' inputs outside the store.

@@ -30,11 +30,7 @@ class StageHandle:
     """The shards that a stage has committed so far, and finally its manifest."""
 
     def __init__(self, stage: str, *given_up: threading.Event) -> None:
-        """
-        Args:
-            stage: the stage's name.
-            given_up: events; the stage stops before its next shard once one of them is set.
-        """
+        """The stage stops before its next shard once one of the events `given_up` is set."""
         self.stage = stage
         self._given_up = given_up
         self._changed = threading.Condition()
@@ -209,8 +205,6 @@ class Executors:
         """Queue a stage on an executor, behind the stages that were started before it.
 
         Args:
-            executor: the executor's name.
-            stage: the stage's name.
             run: computes the stage, publishes its shards on the handle, and returns its manifest; None: skipped.
             ahead: the stage outlives the flow that starts it, and `join` ignores it until it is adopted.
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratchet.infra.execution.claims import begin, claim, run_url
-from ratchet.infra.execution.driver import say_attention
 from ratchet.infra.execution.heartbeat import beating
+from ratchet.infra.execution.preflight.models import say_attention
 from ratchet.infra.execution.stopping import Stopping
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.manifest import Checkpoint

@@ -88,14 +88,7 @@ class Feed:
         begin: Callable[[Replica], object],
         reports: Reports,
     ) -> None:
-        """Add a shard.
-
-        Args:
-            key: the shard.
-            prompts: trajectory ids of each of its prompts.
-            begin: opens the shard on a replica.
-            reports: where its stage hears of it.
-        """
+        """Add a shard, with the trajectory ids of each of its prompts. `begin` opens it on a replica."""
         with self._changed:
             if self.error is not None:
                 raise self.error
@@ -113,10 +106,7 @@ class Feed:
             return not self._has_ended
 
     def take(self, replica: int) -> tuple[list[Prompt], list[Callable[[Replica], object]]]:
-        """Take work.
-
-        Args:
-            replica: number of the replica.
+        """Take work for a replica.
 
         Returns:
             The trajectories to submit now, not more than the replica's share of those that wait, none if it only has
@@ -190,13 +180,7 @@ class Replicas:
     """The replicas of the rollout, each with a thread that waits for it."""
 
     def __init__(self, replicas: Sequence[Replica], limit: int | None, generate: Generate) -> None:
-        """Start the threads.
-
-        Args:
-            replicas: the processes.
-            limit: see `Feed`.
-            generate: lets a replica generate.
-        """
+        """Start the threads; see `Feed` for `limit`."""
         self._replicas, self._generate = replicas, generate
         self.feed = Feed(len(replicas), limit)
         self._weights: Weights | None = None
@@ -222,14 +206,7 @@ class Replicas:
         begin: Callable[[Replica], Sequence[tuple[str, ...]]],
         reports: Reports,
     ) -> None:
-        """Generate a shard.
-
-        Args:
-            key: the shard.
-            weights: the weights to generate with.
-            begin: opens the shard on a replica; gives the trajectory ids of each prompt.
-            reports: where its stage hears of it.
-        """
+        """Generate a shard. `begin` opens it on a replica, and gives the trajectory ids of each prompt."""
         self._weights = weights
         self.feed.open(key, begin(self._replicas[0]), begin, reports)
 

@@ -33,16 +33,11 @@ class WeightSync:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._url: str | None = None
-        """The meeting of the link that was made last."""
+        """The URL of the rendezvous of the link that was made last."""
         self._transfers = Transfers()
 
     def between(self, actor: WorkerGroup, rollout: WorkerGroup, weights: Weights) -> int | None:
         """Broadcast the actor's weights to the rollout.
-
-        Args:
-            actor: the workers that hold these weights.
-            rollout: the workers that need them.
-            weights: the weights.
 
         Returns:
             Bytes that were sent; None: no connection could be made, or it failed.
@@ -59,7 +54,7 @@ class WeightSync:
             return True
         pool = self._config.pool_of("rollout")
         count = 1 + (1 if pool is None else self._config.pools[pool].workers)
-        self._url = url = actor.call(Worker.open_meeting)
+        self._url = url = actor.call(Worker.open_rendezvous)
         with ThreadPoolExecutor(1) as thread:
             joining = thread.submit(rollout.call, Worker.connect, url, count, sends=False)
             joined = actor.call(Worker.connect, url, count, sends=True)

@@ -17,11 +17,7 @@ class Together(InferenceEngine):
     shard is computed for the batches of all, because it will ask the same for each."""
 
     def __init__(self, engine: Callable[[], InferenceEngine], batches: Sequence[TrajectoryBatch]) -> None:
-        """
-        Args:
-            engine: gives the engine, ready for inference.
-            batches: the rows of each shard.
-        """
+        """`engine` gives the engine, ready for inference; `batches` are the rows of each shard."""
         self._engine, self._batches = engine, batches
         self._computed: dict[tuple[tuple[str, ...], float, int], list[dict[str, pa.Array]]] = {}
 

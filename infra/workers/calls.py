@@ -80,7 +80,7 @@ class ExpertExperience:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReplayedAnswer:
     """An answer that a prompt is drawn with."""
 
     ids: list[int]
@@ -195,7 +195,7 @@ class Context(Generic[C]):
     batch: TrajectoryBatch
     engines: Engines
     resources: Resources
-    replayed: Mapping[int, Sequence[Answer]] = field(default_factory=dict)
+    replayed: Mapping[int, Sequence[ReplayedAnswer]] = field(default_factory=dict)
     """The answers of prompts that are drawn with them, by the prompt's number: of its first trajectories."""
     dialogues: Sequence[Dialogue] = ()
     """The complete trajectories of the shard, in the order of `RowsCall.begin`, for a stage that generates."""

@@ -61,8 +61,7 @@ class WorkerGroups:
     """The worker groups of all roles; pools start on first use."""
 
     def __init__(self, config: RunConfig, store: RunStore, identity: Callable[[], str]) -> None:
-        """`identity` identifies models, code and data, so that a driver reuses only matching workers of an earlier
-        driver."""
+        """`identity` identifies models, code and data: a driver reuses only matching workers of an earlier one."""
         self.config, self.store, self.identity = config, store, identity
         local_roles = [role for role in config.roles if config.pool_of(role) is None]
         self.local = LocalGroup(Worker(config, store, local_roles))

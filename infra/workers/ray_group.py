@@ -25,14 +25,15 @@ from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import Weights, sha256_of
 from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.calls import ShardKey
+from ratchet.infra.workers.held_weights import WrongPolicyVersion
 from ratchet.infra.workers.rollouts import Generated
-from ratchet.infra.workers.worker import Worker, WrongPolicyVersion
+from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.config import PoolConfig, RunConfig
 from ratchet.rlhf.distributed.device_errors import is_lost, out_of_memory
 from ratchet.rlhf.errors import RatchetError, UserError, in_one_line
 
 if TYPE_CHECKING:
-    from ratchet.rlhf.distributed.rendezvous import Meeting
+    from ratchet.rlhf.distributed.rendezvous import Rendezvous
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,8 +67,8 @@ class RayWorker:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each process only its own devices
         self.config, self.identity = config, identity
         self.rank, self.ranks = 0, 0
-        self.meeting: Meeting | None = None
-        """The ranks' meeting, if this process opened it."""
+        self.rendezvous: Rendezvous | None = None
+        """The ranks' rendezvous, if this process opened it."""
         self.worker = Worker(config, RunStore(ObjectStore(url)), roles)
         self.busy = 0
         self.last = time.monotonic()
@@ -78,14 +79,14 @@ class RayWorker:
         """True; an answer shows that the process is alive."""
         return True
 
-    def meeting_point(self) -> str:
-        """Open the ranks' meeting on this machine, where this process is rank 0; returns its URL."""
+    def open_rendezvous(self) -> str:
+        """Open the ranks' rendezvous on this machine, where this process is rank 0; returns its URL."""
         import ray
 
-        from ratchet.rlhf.distributed.rendezvous import Meeting
+        from ratchet.rlhf.distributed.rendezvous import Rendezvous
 
-        self.meeting = Meeting(ray.util.get_node_ip_address(), START_S)
-        return self.meeting.url
+        self.rendezvous = Rendezvous(ray.util.get_node_ip_address(), START_S)
+        return self.rendezvous.url
 
     def location(self) -> Location:
         """This machine, and this process's GPUs on it."""
@@ -93,13 +94,13 @@ class RayWorker:
 
         return ray.get_runtime_context().get_node_id(), tuple(sorted(map(str, ray.get_gpu_ids()), key=_gpu_order))
 
-    def join(self, rank: int, count: int, team_size: int, meeting: str, timeout_s: float) -> None:
+    def join(self, rank: int, count: int, team_size: int, rendezvous: str, timeout_s: float) -> None:
         """Join the group of `count` ranks at the rendezvous, as this rank, and a rollout team; see `ranks.join`."""
         from ratchet.rlhf.distributed import ranks
         from ratchet.rlhf.rollout import rollout_team
 
         if count > 1:
-            ranks.join(rank, count, self.meeting or meeting, timeout_s)
+            ranks.join(rank, count, self.rendezvous or rendezvous, timeout_s)
             self.worker.engines.team = rollout_team.formed(team_size, self.location()[1], timeout_s)
         self.rank, self.ranks = rank, ranks.count()
 
@@ -137,8 +138,8 @@ class RayWorker:
 
 
 @dataclass(frozen=True)
-class Answer(Generic[R]):
-    """The pending answer of a call."""
+class CallHandle(Generic[R]):
+    """A call in progress."""
 
     group: RayGroup
     method: Callable[..., R]
@@ -179,7 +180,7 @@ class RayReplica:
         """Call a method in this process. Raises the worker's error, or `GroupLost`."""
         return self.submit(method, *args, **kwargs).result()
 
-    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
+    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> CallHandle[R]:
         """Call a method in this process, without waiting for its result."""
         return self.group.submit_to(self.team[0], method, *args, **kwargs)
 
@@ -220,26 +221,26 @@ class RayGroup:
         """Call a method in all processes and return rank 0's answer. Raises the worker's error, or `GroupLost`."""
         return self.submit(method, *args, **kwargs).result()
 
-    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
+    def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> CallHandle[R]:
         """Call a method in all processes, which handle calls in the order of submission."""
         call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the remote process adds the worker
         with self._lock:  # calls that reach two ranks in different orders would deadlock
             actors = self._ready()
             self._lent.clear()  # any call may use the devices for other models
-            return Answer(self, method, actors, [_asked(actor, self.term, call) for actor in actors])
+            return CallHandle(self, method, actors, [_asked(actor, self.term, call) for actor in actors])
 
     def submit_to(
         self, rank: int, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> Answer[R]:
+    ) -> CallHandle[R]:
         """Call a method in one process."""
         call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the remote process adds the worker
         with self._lock:
             actors = self._ready()
-            return Answer(self, method, actors, [_asked(actors[rank], self.term, call)])
+            return CallHandle(self, method, actors, [_asked(actors[rank], self.term, call)])
 
     def submit_generate(
         self, team: range, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
-    ) -> Answer[list[Generated]]:
+    ) -> CallHandle[list[Generated]]:
         """Let a rollout team generate; see `Worker.generate`. First all its ranks lend their devices to the engine."""
         lend = partial(Worker.lend_devices, weights=weights)
         generate = partial(Worker.generate, weights=weights, submitted=submitted, wait_s=wait_s)
@@ -248,7 +249,7 @@ class RayGroup:
             lenders = team if len(team) > 1 and team not in self._lent else ()
             self._lent.add(team)
             lending = [_asked(actors[rank], self.term, lend) for rank in lenders]
-            return Answer(self, Worker.generate, actors, [_asked(actors[team[0]], self.term, generate), *lending])
+            return CallHandle(self, Worker.generate, actors, [_asked(actors[team[0]], self.term, generate), *lending])
 
     def replicas(self) -> list[RayReplica]:
         """What generates alone: each process, or each rollout team."""
@@ -403,9 +404,9 @@ class RayGroup:
         try:
             locations = ray.get([actor.location.remote() for actor in actors], timeout=START_S)
             actors = [actors[number] for number in in_order(locations)]
-            meeting = ray.get(actors[0].meeting_point.remote(), timeout=START_S)
+            rendezvous = ray.get(actors[0].open_rendezvous.remote(), timeout=START_S)
             joins = [
-                actor.join.remote(rank, pool.workers, size, meeting, pool.timeout_s)
+                actor.join.remote(rank, pool.workers, size, rendezvous, pool.timeout_s)
                 for rank, actor in enumerate(actors)
             ]
             ray.get(joins, timeout=START_S)
@@ -437,9 +438,6 @@ def in_order(locations: Sequence[Location]) -> list[int]:
     of a rollout team are adjacent, and always share one: where every machine has whole teams of processes, so do their
     ranks. Ray places bundles in any order.
 
-    Args:
-        locations: where each process runs.
-
     Returns:
         The number of the process of each rank, in order of rank.
     """
@@ -457,15 +455,8 @@ def _gpu_order(gpu: str) -> tuple[int, str]:
 
 
 def room_for(bundle: Mapping[str, float], machines: Iterable[Mapping[str, float]]) -> int:
-    """Count the bundles that fit on idle machines, each on one of them.
-
-    Args:
-        bundle: amounts of the resources that a bundle has, by Ray's name, all positive.
-        machines: the resources of each machine.
-
-    Returns:
-        The largest number of bundles.
-    """
+    """The largest number of bundles that fit on idle machines, each on one of them. Amounts are by Ray's name of the
+    resource; a bundle's are positive."""
     return sum(
         min(int(machine.get(name, 0) / amount + 1e-6) for name, amount in bundle.items()) for machine in machines
     )

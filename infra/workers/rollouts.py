@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from ratchet.infra.store.records import Weights
 from ratchet.infra.workers.calls import C, Context, RowsCall, S, ShardKey, ShardStart
 
@@ -62,6 +64,23 @@ class Journaled:
     """Answers to agents, by trajectory id."""
 
 
+JOURNAL = pa.schema(
+    {
+        "trajectory_id": pa.string(),
+        "ids": pa.list_(pa.int32()),
+        "log_probs": pa.list_(pa.float32()),
+        "mask": pa.list_(pa.int8()),
+        "versions": pa.list_(pa.int32()),
+        "turn_starts": pa.list_(pa.int32()),
+        "turn_ends": pa.list_(pa.int32()),
+        "turn_rewards": pa.list_(pa.float64()),
+        "finish_reason": pa.string(),
+        "tool_error": pa.string(),
+    }
+)
+"""Columns of a journal; see `Dialogue`."""
+
+
 @dataclass
 class OpenShard:
     """A shard some of whose trajectories are not complete."""
@@ -77,11 +96,8 @@ class Rollouts:
     at any time: whatever is still submitted of it is left out."""
 
     def __init__(self, build: Callable[[RolloutEngine], Generator], log: Callable[[str, int], Recorder]) -> None:
-        """
-        Args:
-            build: makes the generator of an engine.
-            log: makes what stores the answers that agents get in a stage of an iteration.
-        """
+        """`build` makes the generator of an engine, and `log` what stores the answers that agents get in a stage of an
+        iteration."""
         self._build, self._log = build, log
         self._generator: Generator | None = None
         self._shards: dict[ShardKey, OpenShard] = {}
@@ -100,17 +116,7 @@ class Rollouts:
     def begin(
         self, request: RowsCall[C, S], context: Context[C], journal: Journaled, *, records: bool
     ) -> tuple[tuple[str, ...], ...]:
-        """Open a shard, unless it is open.
-
-        Args:
-            request: the call.
-            context: its config and inputs.
-            journal: what trajectories already have.
-            records: whether the answers that agents get are stored.
-
-        Returns:
-            The ids of its trajectories, those of a prompt together.
-        """
+        """Open a shard, unless it is open; see `Worker.begin`. `journal` has what its trajectories already have."""
         assert request.begin is not None
         if request.key not in self._shards:
             start = request.begin(context)
@@ -131,13 +137,7 @@ class Rollouts:
     def submit(
         self, engine: RolloutEngine, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]]
     ) -> None:
-        """Start or continue trajectories of open shards.
-
-        Args:
-            engine: the rollout engine.
-            weights: the weights that it has.
-            submitted: trajectory ids by shard; those that are running or complete are left alone.
-        """
+        """Start or continue trajectories of open shards with the weights that the engine has; see `Worker.generate`."""
         generator = self._generator
         if generator is None:
             generator = self._generator = self._build(engine)
@@ -193,15 +193,8 @@ class Rollouts:
         return [complete[name] for name in names]
 
     def finish(self, key: ShardKey, others: Sequence[Dialogue]) -> Context[Any]:
-        """Close a shard whose trajectories are complete.
-
-        Args:
-            key: the shard.
-            others: its trajectories that other workers generated.
-
-        Returns:
-            The context of its computation, with the trajectories in order.
-        """
+        """Close a shard whose trajectories are complete here, or with other workers (`others`). Returns the context of
+        its computation, with the trajectories in order."""
         shard = self._shards[key]
         complete = shard.complete | {dialogue.request.trajectory_id: dialogue for dialogue in others}
         shard.context.dialogues = [complete[name] for name in shard.by_id]

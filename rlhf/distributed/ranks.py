@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from ratchet.rlhf.distributed.rendezvous import Meeting
+    from ratchet.rlhf.distributed.rendezvous import Rendezvous
 
 
 def rank() -> int:
@@ -33,13 +33,13 @@ def count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def join(rank: int, count: int, meeting: Meeting | str, timeout_s: float = 1800.0) -> None:
+def join(rank: int, count: int, rendezvous: Rendezvous | str, timeout_s: float = 1800.0) -> None:
     """Join a group of ranks; blocks until all have joined.
 
     Args:
         rank: this process's rank, from 0.
         count: number of ranks.
-        meeting: the meeting that rank 0 has opened, which it passes itself; for the other ranks, its URL. Or
+        rendezvous: the rendezvous that rank 0 has opened, which it passes itself; for the other ranks, its URL. Or
             ``file://path`` for all.
         timeout_s: a collective operation fails if another rank does not take part for so long, in seconds.
     """
@@ -48,10 +48,10 @@ def join(rank: int, count: int, meeting: Meeting | str, timeout_s: float = 1800.
     from ratchet.rlhf.distributed.rendezvous import connected
 
     timeout = timedelta(seconds=timeout_s)
-    if isinstance(meeting, str) and meeting.startswith("file:"):
-        dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=meeting, timeout=timeout)
+    if isinstance(rendezvous, str) and rendezvous.startswith("file:"):
+        dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=rendezvous, timeout=timeout)
         return
-    store = connected(meeting, timeout) if isinstance(meeting, str) else meeting.store
+    store = connected(rendezvous, timeout) if isinstance(rendezvous, str) else rendezvous.store
     store.set_timeout(timeout)
     dist.init_process_group(_backend(), store=store, rank=rank, world_size=count, timeout=timeout)
 

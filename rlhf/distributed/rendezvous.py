@@ -1,4 +1,4 @@
-"""Where the members of a group find each other, on a port that nobody else can have taken."""
+"""The rendezvous of a group of processes, on a port that nobody else can have taken."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
-class Meeting:
-    """Where the members of a group meet; one of them opens it."""
+class Rendezvous:
+    """Where the members of a group find each other; one of them opens it."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         """Listen on a free port.
@@ -33,10 +33,10 @@ class Meeting:
 
 
 def connected(url: str, timeout: timedelta) -> TCPStore:
-    """Connect to a meeting that another member has opened.
+    """Connect to a rendezvous that another member has opened.
 
     Args:
-        url: the meeting's.
+        url: the URL of the rendezvous.
         timeout: how long to wait for it, and then for other members.
     """
     place = urlsplit(url)

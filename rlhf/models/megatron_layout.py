@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.weights.tensor_shards import Part
+from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -218,7 +218,7 @@ def _blocks(
     return tuple(blocks)
 
 
-def parts_between(values: Tensor, first: int, blocks: Sequence[Block]) -> Iterator[tuple[Block, Part]]:
+def parts_between(values: Tensor, first: int, blocks: Sequence[Block]) -> Iterator[tuple[Block, TensorShard]]:
     """Yield the positions of some elements of a flattened parameter in their tensors on the hub.
 
     Args:
@@ -239,7 +239,7 @@ def parts_between(values: Tensor, first: int, blocks: Sequence[Block]) -> Iterat
         width, row = prod(block.shape[1:]), prod(block.whole[1:])
         corner = sum(offset * prod(block.whole[dim + 1 :]) for dim, offset in enumerate(block.offsets))
         if width == row:
-            yield block, Part.flat(held, corner + begin)
+            yield block, TensorShard.flat(held, corner + begin)
             continue
         cuts = sorted({begin, min(end, -(-begin // width) * width), max(begin, end // width * width), end})
         done = 0
@@ -247,7 +247,9 @@ def parts_between(values: Tensor, first: int, blocks: Sequence[Block]) -> Iterat
             length = min(width, stop - start)
             count = (stop - start) // length
             numbers = torch.arange(start // width, start // width + count)
-            part = Part(held[done : done + stop - start].view(count, length), corner + numbers * row + start % width)
+            part = TensorShard(
+                held[done : done + stop - start].view(count, length), corner + numbers * row + start % width
+            )
             done += stop - start
             yield block, part
 

@@ -20,7 +20,7 @@ import torch
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.hub_layout import hub_layout
 from ratchet.rlhf.weights.stored_state import Held, StoredState, StoredTensor
-from ratchet.rlhf.weights.tensor_shards import Part
+from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class Skeleton:
             self.read_buffers()
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
-                    Part.flat(parameter.data).fill(self.sources[name])
+                    TensorShard.flat(parameter.data).fill(self.sources[name])
         return self.model
 
     def read_buffers(self) -> None:

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[a
 
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.distributed import ranks
-from ratchet.rlhf.distributed.rendezvous import Meeting
+from ratchet.rlhf.distributed.rendezvous import Rendezvous
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.server_requests import Ask, Away
 from ratchet.rlhf.weights.broadcast import SENDER, gloo_group, losing, nccl_group
@@ -64,9 +64,9 @@ class SGLangLink:
         await event_loop.gather([_begin(server) for server in servers])
         name, timeout = f"ratchet-{secrets.token_hex(8)}", timedelta(seconds=servers[0].timeout_s)
         host = await asyncio.to_thread(_own_address, servers)
-        meeting = Meeting(host, timeout.total_seconds())
+        rendezvous = Rendezvous(host, timeout.total_seconds())
         backend, place = ("nccl", "cuda") if on_gpu else ("gloo", "cpu")
-        url, size = urlsplit(meeting.url), 1 + sum(counts)
+        url, size = urlsplit(rendezvous.url), 1 + sum(counts)
         asked = []
         for index, server in enumerate(servers):
             body = {
@@ -79,7 +79,7 @@ class SGLangLink:
             }
             asked.append(server("/init_weights_update_group", body))
         # the names under which PyTorch's init_process_group, which the servers use, puts a group's keys
-        store: Store = PrefixStore(f"{place}/", PrefixStore(f"{name}/", PrefixStore(name, meeting.store)))
+        store: Store = PrefixStore(f"{place}/", PrefixStore(f"{name}/", PrefixStore(name, rendezvous.store)))
         form: Callable[[], ProcessGroup] = (
             partial(nccl_group, store, SENDER, size, timeout)
             if on_gpu

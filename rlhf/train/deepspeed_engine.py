@@ -18,7 +18,7 @@ from ratchet.rlhf.models.token_outputs import Head
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.model_engine import ModelEngine, not_finite
 from ratchet.rlhf.weights.stored_state import Stored
-from ratchet.rlhf.weights.tensor_shards import Part
+from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -186,17 +186,17 @@ class DeepSpeedEngine(ModelEngine):
             tensor = safe_get_full_fp32_param(parameter)
         return tensor.to(dtype)
 
-    def parts(self, kind: str, name: str) -> Iterator[Part]:
+    def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
         """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
         from deepspeed import utils
 
         parameter: Any = self.parameters[name]
         if self.stage == 0:
-            yield from Part.of_rank(self.get(kind, name))
+            yield from TensorShard.of_rank(self.get(kind, name))
         elif self.stage < 3:
             if (mapping := parameter._hp_mapping) is not None:
                 fragment = mapping.get_hp_fragment(None if kind == "model" else kind)
-                yield Part.flat(self.optimizer_buffers.readable(fragment), mapping.lp_fragment_address.start)
+                yield TensorShard.flat(self.optimizer_buffers.readable(fragment), mapping.lp_fragment_address.start)
         else:
             if kind != "model":
                 fragment = utils.safe_get_local_optimizer_state(parameter, kind)
@@ -206,7 +206,7 @@ class DeepSpeedEngine(ModelEngine):
                 fragment = parameter.ds_tensor.float()
             start = ranks.rank() * parameter.ds_tensor.numel()
             if (count := min(fragment.numel(), parameter.ds_numel - start)) > 0:  # the rest is padding
-                yield Part.flat(fragment.flatten()[:count], start)
+                yield TensorShard.flat(fragment.flatten()[:count], start)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole parameter."""
@@ -222,7 +222,7 @@ class DeepSpeedEngine(ModelEngine):
             return
         self._make_state()
         if self.stage == 0:
-            Part.flat(self._plain_state(parameter)[kind]).fill(stored)
+            TensorShard.flat(self._plain_state(parameter)[kind]).fill(stored)
         elif self.stage < 3:
             for part in self.parts(kind, name):
                 part.fill(stored)
@@ -235,16 +235,16 @@ class DeepSpeedEngine(ModelEngine):
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         if self.stage < 3:  # each rank computes with the whole parameter, and may own a part of the optimizer's
-            Part.flat(parameter.data).fill(stored)
+            TensorShard.flat(parameter.data).fill(stored)
             if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-                Part.flat(mapping.get_hp_fragment(None), mapping.lp_fragment_address.start).fill(stored)
+                TensorShard.flat(mapping.get_hp_fragment(None), mapping.lp_fragment_address.start).fill(stored)
             return
         share = self._share(parameter, stored)
         if self.trainable:
             utils.safe_set_local_fp32_param(parameter, share)
         parameter.ds_tensor.data.copy_(share)
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # a small one, of which every rank keeps the whole, too
-            Part.flat(parameter.data).fill(stored)
+            TensorShard.flat(parameter.data).fill(stored)
 
     def _share(self, parameter: Any, stored: Stored) -> Tensor:
         """Read this rank's share in stage 3, padded; `safe_set_full_…` fail if a share is nothing but padding."""

@@ -28,7 +28,7 @@ from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.token_outputs import Head, VocabularyShare
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from ratchet.rlhf.weights.stored_state import Stored
-from ratchet.rlhf.weights.tensor_shards import Part
+from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,7 +219,7 @@ class FSDPEngine(TorchEngine):
                     _local(parameter.grad).mul_(limit / norm)
         return norm
 
-    def parts(self, kind: str, name: str) -> Iterator[Part]:
+    def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
         """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
         tensor = self._held(kind, name)
         is_first_member = ranks.rank() % self.team == 0
@@ -265,13 +265,13 @@ def _mesh(device_type: str, copies: int, shards: int, team: int) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=names)
 
 
-def _blocks(tensor: Tensor) -> Iterator[Part]:
+def _blocks(tensor: Tensor) -> Iterator[TensorShard]:
     """Yield this rank's block of a tensor, unless it is empty."""
     assert isinstance(tensor, DTensor)
     block = tensor.to_local()
     if block.numel():
         _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        yield Part.block(block, tensor.shape, offsets)
+        yield TensorShard.block(block, tensor.shape, offsets)
 
 
 def _is_cut(tensor: Tensor) -> bool:

@@ -38,7 +38,7 @@ from ratchet.rlhf.train.megatron_groups import Groups, Layout
 from ratchet.rlhf.train.micro_batches import MicroBatch
 from ratchet.rlhf.train.model_engine import LossOf, ModelEngine, not_finite
 from ratchet.rlhf.weights.stored_state import Stored, StoredState
-from ratchet.rlhf.weights.tensor_shards import Part
+from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -308,7 +308,7 @@ class MegatronEngine(ModelEngine):
 
     # State.
 
-    def parts(self, kind: str, name: str) -> Iterator[Part]:
+    def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
         """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
         for parameter, block in self._places[name]:
             if block.is_first:
@@ -319,7 +319,7 @@ class MegatronEngine(ModelEngine):
                     first, last = len(values) * number // count, len(values) * (number + 1) // count
                     values = values[first:last]
                 for _, part in parts_between(values, first, [block]):
-                    yield Part(part.values.float(), part.starts)
+                    yield TensorShard(part.values.float(), part.starts)
 
     @property
     def _is_sharded(self) -> bool:

@@ -46,7 +46,7 @@ from ratchet.rlhf.train.micro_batches import (
 from ratchet.rlhf.train.performance import TrainingFlops
 from ratchet.rlhf.weights import state_digest
 from ratchet.rlhf.weights.stored_state import Held, Stored, StoredState, StoredTensor, TensorFile
-from ratchet.rlhf.weights.tensor_shards import Part
+from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -203,7 +203,7 @@ class ModelEngine(InferenceEngine, ABC):
         """
 
     @abstractmethod
-    def parts(self, kind: str, name: str) -> Iterator[Part]:
+    def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
         """Yield what this rank holds of a parameter or its optimizer state; no element is yielded by two ranks.
 
         Args:

@@ -19,7 +19,7 @@ from ratchet.rlhf.models.token_outputs import Head
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.model_engine import ModelEngine, not_finite
 from ratchet.rlhf.weights.stored_state import Stored
-from ratchet.rlhf.weights.tensor_shards import Part
+from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,9 +102,9 @@ class TorchEngine(ModelEngine):
             held = held.to(self.device).to(dtype)  # a GPU casts faster than the host
         return self._gathered(held)
 
-    def parts(self, kind: str, name: str) -> Iterator[Part]:
+    def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
         """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
-        return Part.of_rank(self._held(kind, name).float())
+        return TensorShard.of_rank(self._held(kind, name).float())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole parameter."""
@@ -134,7 +134,7 @@ class TorchEngine(ModelEngine):
 
     def _fill(self, parameter: Tensor, stored: Stored) -> None:
         """Read what this rank holds of a parameter or its optimizer state; see `ModelEngine._fill`."""
-        Part.flat(parameter.detach()).fill(stored)
+        TensorShard.flat(parameter.detach()).fill(stored)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Return the whole of a tensor that may be sharded over the ranks."""

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.distributed.device_errors import is_lost
-from ratchet.rlhf.distributed.rendezvous import Meeting, connected
+from ratchet.rlhf.distributed.rendezvous import Rendezvous, connected
 from ratchet.rlhf.errors import RatchetError, in_one_line
 from ratchet.rlhf.weights.buckets import Memory, Packed, send
 
@@ -36,11 +36,11 @@ class LinkLost(RatchetError):
 class WeightLink:
     """One member's end of a link."""
 
-    def __init__(self, meeting: Meeting | str, rank: int, count: int, host: str, timeout_s: float) -> None:
+    def __init__(self, rendezvous: Rendezvous | str, rank: int, count: int, host: str, timeout_s: float) -> None:
         """Connect; returns when all members have connected.
 
         Args:
-            meeting: the sender's meeting; its URL, for the other members.
+            rendezvous: the sender's rendezvous; its URL, for the other members.
             rank: this member's number; `SENDER` sends.
             count: number of members.
             host: this machine's address, to which the other members connect.
@@ -51,10 +51,10 @@ class WeightLink:
         """
         timeout = timedelta(seconds=timeout_s)
         with losing():
-            if isinstance(meeting, str):
-                self._store = connected(meeting, timeout)
+            if isinstance(rendezvous, str):
+                self._store = connected(rendezvous, timeout)
             else:
-                self._store = meeting.store
+                self._store = rendezvous.store
             self._host_group: Any = gloo_group(PrefixStore("gloo", self._store), rank, count, host, timeout)
             gpus = torch.tensor([int(torch.cuda.is_available())])
             self._host_group.allreduce([gpus]).wait()

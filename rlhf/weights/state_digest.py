@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ratchet.rlhf.distributed import ranks
-from ratchet.rlhf.weights.tensor_shards import Part
+from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 KIND = "sum64"
 """How digests of this kind begin; those of older releases are a bare SHA-256 of gathered tensors."""
@@ -28,7 +28,7 @@ MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Odd 64-bit constants, as signed integers."""
 
 
-def sums(part: Part, key: int) -> tuple[int, int]:
+def sums(part: TensorShard, key: int) -> tuple[int, int]:
     """Hash the elements of a part and add the hashes up.
 
     Args:
@@ -61,7 +61,7 @@ def sums(part: Part, key: int) -> tuple[int, int]:
     return first_sum, second_sum
 
 
-def of_parts(parts: Mapping[str, Iterable[Part]], shapes: Mapping[str, Sequence[int]], about: str) -> str:
+def of_parts(parts: Mapping[str, Iterable[TensorShard]], shapes: Mapping[str, Sequence[int]], about: str) -> str:
     """Compute the digest of tensors that are spread over the ranks; all ranks must make the same call.
 
     Args:

@@ -20,7 +20,7 @@ AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """Elements of a tensor that one rank holds: runs that are contiguous in the flattened whole tensor."""
 
     values: Tensor
@@ -29,7 +29,7 @@ class Part:
     """Position of each run's first element in the flattened whole tensor, int64 on the CPU, shape (runs,)."""
 
     @classmethod
-    def flat(cls, values: Tensor, start: int = 0) -> Part:
+    def flat(cls, values: Tensor, start: int = 0) -> TensorShard:
         """A single run.
 
         Args:
@@ -39,7 +39,7 @@ class Part:
         return cls(values.view(1, -1), torch.tensor([start]))
 
     @classmethod
-    def of_rank(cls, whole: Tensor) -> Iterator[Part]:
+    def of_rank(cls, whole: Tensor) -> Iterator[TensorShard]:
         """This rank's share of a tensor that all ranks hold."""
         values, count = whole.reshape(-1), ranks.count()
         first, last = (len(values) * number // count for number in (ranks.rank(), ranks.rank() + 1))
@@ -47,7 +47,7 @@ class Part:
             yield cls.flat(values[first:last], first)
 
     @classmethod
-    def block(cls, values: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Part:
+    def block(cls, values: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> TensorShard:
         """A rectangular block.
 
         Args:

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ratchet.infra.execution.claims import check_store, run_url
-from ratchet.infra.execution.driver import Driver, check_inputs, other_averages, with_iterations
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.execution.epochs import with_iterations
+from ratchet.infra.execution.preflight.inputs import check_inputs
+from ratchet.infra.execution.preflight.run import other_averages
 from ratchet.infra.runs.forks import fork
 from ratchet.infra.runs.run import Run
 from ratchet.infra.store.object_store import ObjectStore

@@ -12,12 +12,12 @@ from pydantic import JsonValue
 
 from ratchet.infra.execution.driver import Driver
 from ratchet.infra.workers.calls import (
-    Answer,
     C,
     Call,
     Context,
     Experience,
     ExpertExperience,
+    ReplayedAnswer,
     ShardOutput,
     ShardStart,
     ShardSummary,
@@ -346,7 +346,7 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
     return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns))
 
 
-def _repeat(dialogue: Dialogue, answer: Answer) -> None:
+def _repeat(dialogue: Dialogue, answer: ReplayedAnswer) -> None:
     """Complete a trajectory with an answer that its prompt is drawn with."""
     dialogue.restore(
         {

@@ -38,7 +38,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from ratchet.infra.execution.driver import check_inputs
+from ratchet.infra.execution.preflight.inputs import check_inputs
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
 from ratchet.rlhf.algorithms.objectives import SupervisedObjective

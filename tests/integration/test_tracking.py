@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ratchet.flows.tracking import tracking
-from ratchet.infra.execution.driver import check_packages
+from ratchet.infra.execution.preflight.packages import check_packages
 from ratchet.infra.execution.preflight.wandb_login import has_login
 from ratchet.infra.progress import Event, Note, listening
 from ratchet.rlhf.errors import UserError

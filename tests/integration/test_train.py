@@ -496,7 +496,7 @@ def test_what_is_committed_during_the_check_is_checked_too(ratchet: Ratchet) -> 
         if len(slots) == 1:  # another driver takes the run over while this one looks at it
             other = RunStore(ObjectStore(driver.store.url))
             other.log.read()
-            claim(other, config, initial=driver.initial_weights)
+            claim(other, config, initial=driver.outside.initial_weights)
 
     with driving(config, dependencies(config), take_over=True, check=check):
         assert slots == [0, 2]

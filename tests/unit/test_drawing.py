@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.infra.execution.driver import with_iterations
+from ratchet.infra.execution.epochs import with_iterations
 from ratchet.rlhf import seeding
 from ratchet.rlhf.config import RunConfig, load_config, parse_config
 from ratchet.rlhf.data import drawing, files

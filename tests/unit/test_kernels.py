@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratchet.infra.execution.driver import check_inputs, check_packages
+from ratchet.infra.execution.preflight.inputs import check_inputs
+from ratchet.infra.execution.preflight.packages import check_packages
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.kernels import as_written, check_liger, compile_layers, layers

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ratchet.infra.execution.driver import check_inputs
+from ratchet.infra.execution.preflight.inputs import check_inputs
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.hub_layout import hub_layout
 from ratchet.rlhf.models.megatron_layout import Place, local_layout, parts_between, refusal

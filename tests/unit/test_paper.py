@@ -16,7 +16,7 @@ from benchmarks import paper
 from benchmarks.costs import AFTER, HARDWARE, MODELS, Lengths, Model
 from benchmarks.paper import Setup
 from ratchet.rlhf.weights import state_digest
-from ratchet.rlhf.weights.tensor_shards import Part
+from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 SMALL = Model("small", 256, 1024, 3, 4, 2, 128, tied=False, biased=True)
 LENGTHS = Lengths(10, np.array([[4, 2], [3, 1]]))
@@ -141,7 +141,7 @@ def test_the_digest_moves_the_bytes_that_its_operations_read_and_write() -> None
                 moved += sum(tensor.nbytes for tensor in tensors if tensor.numel() == elements)
             return result
 
-    part = Part(torch.randn(2, elements // 2), torch.tensor([0, elements // 2]))
+    part = TensorShard(torch.randn(2, elements // 2), torch.tensor([0, elements // 2]))
     with Counting():
         state_digest.sums(part, key=1)
     assert moved / elements == paper.DIGEST_BYTES

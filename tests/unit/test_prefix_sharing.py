@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 
-from ratchet.infra.execution.driver import check_inputs
+from ratchet.infra.execution.preflight.inputs import check_inputs
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models import prefix_sharing, segments

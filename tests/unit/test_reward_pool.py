@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ratchet.infra.execution.driver import check_prompts
+from ratchet.infra.execution.preflight.prompts import check_prompts
 from ratchet.infra.progress import Event, Note, listening
 from ratchet.rlhf.config import DataConfig, ModelConfig, RewardConfig
 from ratchet.rlhf.data.prompts import PromptDataset

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoTokenizer
 
 from ratchet.flows.summary import first_prompt, summary
-from ratchet.infra.execution.driver import check_inputs, say_what_changed
 from ratchet.infra.execution.preflight.devices import check_devices
+from ratchet.infra.execution.preflight.inputs import check_inputs
+from ratchet.infra.execution.preflight.run import say_what_changed
 from ratchet.infra.progress import Note, listening
 from ratchet.infra.store.records import Claim, ShardCommit
 from ratchet.infra.store.run_store import RunStore

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ratchet.rlhf.weights.state_digest import CHUNK, KIND, of_parts, sums
-from ratchet.rlhf.weights.tensor_shards import Part
+from ratchet.rlhf.weights.tensor_shards import TensorShard
 from tests.padded import properties
 
 KEY = -1234567890123456789
 
 
-def total(parts: Sequence[Part]) -> tuple[int, int]:
+def total(parts: Sequence[TensorShard]) -> tuple[int, int]:
     """The sums of all parts, as an all-reduce adds them up."""
     table = torch.zeros(2, dtype=torch.int64)
     for part in parts:
@@ -27,7 +27,7 @@ def total(parts: Sequence[Part]) -> tuple[int, int]:
 
 
 def whole(tensor: Tensor) -> tuple[int, int]:
-    return total([Part.flat(tensor)])
+    return total([TensorShard.flat(tensor)])
 
 
 @st.composite
@@ -46,7 +46,7 @@ def test_blocks_of_any_cut_add_up_to_the_whole(drawn: tuple[Tensor, list[list[in
     blocks = []
     for corners in itertools.product(*(itertools.pairwise(edges) for edges in bounds)):
         block = tensor[tuple(slice(first, last) for first, last in corners)]
-        blocks.append(Part.block(block, tensor.shape, [first for first, _ in corners]))
+        blocks.append(TensorShard.block(block, tensor.shape, [first for first, _ in corners]))
     assert total(blocks) == whole(tensor)
 
 
@@ -55,14 +55,14 @@ def test_blocks_of_any_cut_add_up_to_the_whole(drawn: tuple[Tensor, list[list[in
 def test_runs_of_any_length_add_up_to_the_whole(length: int, data: st.DataObject) -> None:
     tensor = torch.arange(length, dtype=torch.float32)
     edges = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=3))})
-    parts = [Part.flat(tensor[first:last], first) for first, last in itertools.pairwise(edges)]
+    parts = [TensorShard.flat(tensor[first:last], first) for first, last in itertools.pairwise(edges)]
     assert total(parts) == whole(tensor)
 
 
 def test_runs_longer_and_shorter_than_what_is_hashed_at_once() -> None:
     for shape in ((3, 2 * CHUNK["cpu"] + 5), (2 * CHUNK["cpu"] + 5, 3)):
         tensor = torch.randn(shape)
-        columns = [Part.block(tensor[:, :1], shape, (0, 0)), Part.block(tensor[:, 1:], shape, (0, 1))]
+        columns = [TensorShard.block(tensor[:, :1], shape, (0, 0)), TensorShard.block(tensor[:, 1:], shape, (0, 1))]
         assert total(columns) == whole(tensor)
 
 
@@ -98,7 +98,7 @@ def test_names_shapes_and_what_is_said_count() -> None:
     tensor = torch.randn(6)
 
     def digest(name: str = "a", shape: Sequence[int] = (6,), about: str = "") -> str:
-        return of_parts({name: [Part.flat(tensor)]}, {name: shape}, about)
+        return of_parts({name: [TensorShard.flat(tensor)]}, {name: shape}, about)
 
     digests = {digest(), digest(name="b"), digest(shape=(2, 3)), digest(shape=(3, 2)), digest(about="1 step")}
     assert len(digests) == 5

@@ -21,7 +21,7 @@ from ratchet.infra.store.records import Claim, Weights
 from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.checkpoints import stored_state
 from ratchet.rlhf.weights.stored_state import StoredState, StoredTensor
-from ratchet.rlhf.weights.tensor_shards import AT_ONCE, Part
+from ratchet.rlhf.weights.tensor_shards import AT_ONCE, TensorShard
 from tests.padded import properties
 
 WEIGHTS = Weights(version=1, digest="of a test")
@@ -36,7 +36,7 @@ def test_any_block_of_a_tensor_is_filled(shape: list[int], data: st.DataObject) 
     for corners in itertools.product(*(itertools.pairwise(edges) for edges in bounds)):
         block = tensor[tuple(slice(first, last) for first, last in corners)]
         own = torch.full_like(block, float("nan")).contiguous()
-        Part.block(own, shape, [first for first, _ in corners]).fill(stored.weights["weight"])
+        TensorShard.block(own, shape, [first for first, _ in corners]).fill(stored.weights["weight"])
         assert torch.equal(own, block)
 
 
@@ -59,7 +59,7 @@ def test_tensors_larger_than_what_is_read_at_once(shape: tuple[int, ...]) -> Non
     stored = StoredState.of({"model.safetensors": save({"weight": tensor})})
     for first, last in itertools.pairwise((0, shape[-1] // 3, shape[-1])):
         own = torch.zeros_like(tensor[..., first:last]).contiguous()
-        Part.block(own, shape, (*[0] * (len(shape) - 1), first)).fill(stored.weights["weight"])
+        TensorShard.block(own, shape, (*[0] * (len(shape) - 1), first)).fill(stored.weights["weight"])
         assert torch.equal(own, tensor[..., first:last])
 
 
@@ -118,7 +118,7 @@ def test_only_what_is_needed_is_read(store: RunStore, monkeypatch: pytest.Monkey
     stored = stored_state(store, checkpoint)
     assert read == {"read": BLOCK}, "the header"
     own = torch.zeros(len(tensor) // 4)
-    Part.flat(own, len(own)).fill(stored.weights["weight"])
+    TensorShard.flat(own, len(own)).fill(stored.weights["weight"])
     assert torch.equal(own, tensor[len(own) : 2 * len(own)])
     assert read["read"] <= 4 * BLOCK + 2 * BLOCK, "a quarter, and the blocks at its ends"
     assert stored.file("state.json") == b"{}"

@@ -16,7 +16,7 @@ import torch
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import Weights
 from ratchet.infra.store.run_store import RunStore
-from ratchet.infra.workers import worker as worker_module
+from ratchet.infra.workers import rollout_weights
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.distributed.host_buffers import release_memory
 from ratchet.rlhf.rollout import vllm_engine
@@ -128,7 +128,7 @@ def test_memory_is_given_back_at_each_turn(tmp_path: Path, monkeypatch: pytest.M
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
-    for module in (model_engine, worker_module):
+    for module in (model_engine, rollout_weights):
         monkeypatch.setattr(module, "release_memory", lambda device: release_memory(torch.device("cuda")))
     engines = worker(tmp_path, monkeypatch).engines
     released = ["synchronize", "empty_cache"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ratchet.rlhf.distributed.rendezvous import Meeting
+from ratchet.rlhf.distributed.rendezvous import Rendezvous
 from ratchet.rlhf.weights import buckets
 from ratchet.rlhf.weights.broadcast import SENDER, LinkLost, WeightLink
 from ratchet.rlhf.weights.buckets import Memory, Packed, SharedMemory, mapped, send
@@ -124,9 +124,9 @@ def run_transfers(adapter_config: bytes | None) -> tuple[int, list[tuple[bytes |
     buckets.BUCKET_BYTES = {"cpu": 5000}
     count = ranks.count()
     sends = ranks.rank() == count - 1
-    meeting = Meeting("127.0.0.1", 600) if sends else None
-    url = ranks.gathered(None if meeting is None else meeting.url)[-1]
-    link = WeightLink(meeting or url, SENDER if sends else 1 + ranks.rank(), count, "127.0.0.1", 600)
+    rendezvous = Rendezvous("127.0.0.1", 600) if sends else None
+    url = ranks.gathered(None if rendezvous is None else rendezvous.url)[-1]
+    link = WeightLink(rendezvous or url, SENDER if sends else 1 + ranks.rank(), count, "127.0.0.1", 600)
     sent, received = 0, []
     for transfer in range(2):
         if sends:
@@ -164,9 +164,9 @@ def run_files(folder: Path) -> dict[str, Tensor]:
 
     buckets.BUCKET_BYTES = {"cpu": 5000}
     sends = ranks.rank() == 1
-    meeting = Meeting("127.0.0.1", 600) if sends else None
-    url = ranks.gathered(None if meeting is None else meeting.url)[-1]
-    link = WeightLink(meeting or url, SENDER if sends else 1, 2, "127.0.0.1", 600)
+    rendezvous = Rendezvous("127.0.0.1", 600) if sends else None
+    url = ranks.gathered(None if rendezvous is None else rendezvous.url)[-1]
+    link = WeightLink(rendezvous or url, SENDER if sends else 1, 2, "127.0.0.1", 600)
     if sends:
         link.send(((name, tensor_of(shape, torch.float32, 0)) for name, shape in WEIGHTS), torch.float32)
         link.refuse()
@@ -199,9 +199,9 @@ os.kill(os.getpid(), 9)
 
 def test_a_trainer_notices_that_a_rollout_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "BUCKET_BYTES", {"cpu": 4})
-    meeting = Meeting("127.0.0.1", 600)
-    with subprocess.Popen([sys.executable, "-c", RECEIVES_ONE_TENSOR, meeting.url]) as receiver:
-        link = WeightLink(meeting, SENDER, 2, "127.0.0.1", 600)
+    rendezvous = Rendezvous("127.0.0.1", 600)
+    with subprocess.Popen([sys.executable, "-c", RECEIVES_ONE_TENSOR, rendezvous.url]) as receiver:
+        link = WeightLink(rendezvous, SENDER, 2, "127.0.0.1", 600)
         endless = (("tensor", torch.ones(1)) for _ in iter(int, 1))
         with pytest.raises(LinkLost, match="the connection for new weights failed"):
             link.send(endless, torch.float32)

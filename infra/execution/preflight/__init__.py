@@ -1,1 +1,1 @@
-"""Checks before a driver starts: config, packages, models, prompts, the run itself."""
+"""Checks before a driver starts, so that all mistakes are reported at once: packages, models, prompts, the run."""

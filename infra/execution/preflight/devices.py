@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from ratchet.infra.execution.preflight.mistakes import refuse
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.errors import UserError
 
 
 def check_devices(config: RunConfig) -> None:
-    """Check that the GPUs of a run's pools, or of its vLLM, are there.
+    """Check that this machine has the GPUs of a run's pools, or of its vLLM.
 
     A Ray that runs already knows its machines: what pools ask of it is not checked here.
 
-    Args:
-        config: the config of a run that this machine starts.
-
     Raises:
-        UserError: they are not; a line for each mistake.
+        UserError: GPUs are missing; a line for each mistake.
     """
     import torch
 
     gpus = torch.cuda.device_count()
-    mistakes = _missing_gpus(config, gpus) if config.pools else _missing_to_vllm(config, gpus)
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+    refuse(_missing_gpus(config, gpus) if config.pools else _missing_to_vllm(config, gpus))
 
 
 def _missing_to_vllm(config: RunConfig, gpus: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether Weights & Biases is logged in, found where its client looks, without asking its server."""
+"""Looks for a login of Weights & Biases where its client does, without asking its server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def has_login() -> bool:
 
 
 def _settings() -> dict[str, str]:
-    """The settings that `wandb login --host` and `wandb offline` write: those of the folder come before the user's."""
+    """The settings that `wandb login --host` and `wandb offline` write; the folder's settings override the user's."""
     parser = configparser.ConfigParser(default_section="default", interpolation=None)
     user = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     try:

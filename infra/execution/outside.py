@@ -1,0 +1,80 @@
+"""Inputs of a run outside its store and config: models, data and code, each identified by a digest."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import Literal
+
+from ratchet.infra.execution.claims import code_digest, package_versions
+from ratchet.infra.store.records import Weights
+from ratchet.infra.workers.resources import Resources
+from ratchet.rlhf.agents.agent import agent_digest
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.environments.environment import environment_digest
+from ratchet.rlhf.models.model_folders import files_digest, initial_digest, model_folder
+from ratchet.rlhf.models.tokenizers import tokenizer_digest
+from ratchet.rlhf.rewards.registry import reward_digest
+
+Outside = Literal["dataset", "experts", "validation", "reward", "reward_model", "tokenizer", "environment"]
+"""Inputs of stages outside the store and the config."""
+
+
+class OutsideInputs:
+    """The inputs of a config outside the store. Each is digested once."""
+
+    def __init__(self, config: RunConfig, resources: Resources) -> None:
+        self._config, self._resources = config, resources
+        self._digests: dict[Outside, str | None] = {}
+
+    def digest(self, name: Outside) -> str | None:
+        """The digest of an input of stages; None if the config does not use it."""
+        if name not in self._digests:
+            self._digests[name] = self._digest(name)
+        return self._digests[name]
+
+    def _digest(self, name: Outside) -> str | None:
+        config, resources = self._config, self._resources
+        model = config.reward.model
+        match name:
+            case "dataset":
+                return resources.dataset(config.data.train).digest
+            case "experts":
+                replay = config.data.replay
+                return None if replay is None or replay.files is None else resources.experts(replay.files).digest
+            case "validation":
+                return None if (held_out := config.validation.data) is None else resources.dataset((held_out,)).digest
+            case "reward_model":
+                if model is None:
+                    return None
+                return f"{files_digest(model_folder(model))} {tokenizer_digest(model, writes=False)}"
+            case "environment":
+                environment, agent = config.rollout.environment, config.rollout.agent
+                if agent is not None:
+                    return agent_digest(agent.name, agent.options)
+                return None if environment is None else environment_digest(environment.name, environment.options)
+            case "reward":
+                functions = reward_digest(config.reward.functions)
+                return functions if model is None else f"{functions} {self.digest('reward_model')}"
+            case "tokenizer":
+                return tokenizer_digest(config.model)
+
+    @cached_property
+    def initial_weights(self) -> dict[str, Weights]:
+        """Each role's initial weights, by digest of its model's files."""
+        config = self._config
+        models = {"actor": config.model}
+        if config.needs_critic:
+            models["critic"] = config.critic_model
+        models |= config.frozen_models
+        if "ema" in config.averages:
+            models["ema"] = config.model
+        seed = config.run.seed
+        return {role: Weights(version=0, digest=initial_digest(model, seed)) for role, model in models.items()}
+
+    def identity(self) -> str:
+        """Everything outside the config that workers hold: code, packages, models and stages' inputs."""
+        inputs: tuple[Outside, ...] = ("dataset", "reward", "tokenizer", "environment", "validation")
+        digests = {name: digest for name in inputs if (digest := self.digest(name)) is not None or name != "validation"}
+        models = {role: weights.digest for role, weights in self.initial_weights.items()}
+        return json.dumps([code_digest(), package_versions(), models, digests], sort_keys=True)

@@ -1,0 +1,69 @@
+"""Checks a config's packages, models, rewards and prompts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ratchet.infra.execution.preflight.mistakes import check_all
+from ratchet.infra.execution.preflight.models import check_models
+from ratchet.infra.execution.preflight.packages import check_packages
+from ratchet.infra.execution.preflight.prompts import check_files, check_metric
+from ratchet.infra.progress import note
+from ratchet.rlhf.agents.agent import check_agent
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.environments.dialogues import is_prefix_stable
+from ratchet.rlhf.environments.environment import check_environment
+from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.loading import check_reward_model
+from ratchet.rlhf.models.tokenizers import load_tokenizer
+from ratchet.rlhf.rewards.registry import check_rewards
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Check everything that the config names. Prompts are tried once the rest is right.
+
+    Raises:
+        UserError: something is missing or unsuitable; a line for each mistake.
+    """
+    held_out = [] if config.validation.data is None else [config.validation.data]
+    paths = (*config.data.train, *held_out)
+    greedy = config.algorithm.advantage.type if config.needs_greedy_scores else None
+    environment, agent = config.rollout.environment, config.rollout.agent
+    check_all(
+        partial(check_packages, config),
+        partial(_check_server, config),
+        partial(check_rewards, config.reward, greedy),
+        *([] if environment is None else [partial(check_environment, environment.name, environment.options)]),
+        *([] if agent is None else [partial(check_agent, agent.name, agent.options)]),
+        partial(check_models, config),
+        *(partial(PromptDataset, (path,)) for path in paths),
+    )
+    tokenizer = policy_tokenizer(config.model, environment)
+    if (environment is not None or agent is not None) and not is_prefix_stable(tokenizer):
+        note(
+            f"the chat template of {config.model.path} renders earlier messages differently when others follow (it may "
+            "leave out reasoning): the policy sees and learns from what it wrote"
+        )
+    if config.reward.model is not None:
+        check_reward_model(config.reward.model)
+        load_tokenizer(config.reward.model, writes=False)
+    check_files(
+        paths,
+        config.model,
+        config.data,
+        config.reward.model_dump_json(),
+        None if environment is None else environment.model_dump_json(),
+    )
+    check_metric(config)
+
+
+def _check_server(config: RunConfig) -> None:
+    server = config.rollout.server
+    takes_weights = server.weights_folder is not None or server.api == "sglang"
+    if config.rollout.engine == "server" and config.train.updates and not takes_weights:
+        raise UserError(
+            "rollout.server.weights_folder is null, so the servers would keep generating with the first weights: "
+            "name a folder that they can read, or only evaluate"
+        )

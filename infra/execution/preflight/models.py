@@ -1,0 +1,166 @@
+"""Checks the models that a config names: their files, and that this machine's engines can compute them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache, partial
+
+from ratchet.infra.execution.preflight.mistakes import check_all, refuse
+from ratchet.infra.execution.preflight.packages import is_installed
+from ratchet.infra.progress import note
+from ratchet.rlhf.config import ModelConfig, RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.hf_configs import (
+    attention_heads,
+    attention_of,
+    check_architecture,
+    longest_sequence,
+    text_config,
+)
+from ratchet.rlhf.models.model_folders import check_weights, model_folder
+from ratchet.rlhf.models.tokenizers import check_embeddings, load_tokenizer
+
+USUAL_HEADS = (32, 64, 96, 128, 256)
+"""Sizes of attention heads that vLLM supports everywhere: to ask it takes 10 to 25 s."""
+LONGEST_MASK = 32_768
+"""Largest number of tokens in a row for which each rank may build a mask of all positions: it takes 1 GiB."""
+
+
+def check_models(config: RunConfig) -> None:
+    """Check the files of the models, their architectures, and that they can read the trajectories."""
+    models = {"model": config.model, "critic.model": config.critic_model, "reference.model": config.reference_model}
+    others = {"reward.model": config.reward.model, "teacher": config.teacher}
+    for key, model in (models | {key: model for key, model in others.items() if model is not None}).items():
+        check_weights(model_folder(model, key), key)
+        say_attention(model)
+    check_all(
+        partial(check_architecture, config.model, "model", is_critic=False),
+        partial(_check_heads, config),
+        partial(_check_heads_of_vllm, config),
+        *(partial(_check_megatron, config, role) for role in (*config.trainers, *config.frozen_models)),
+        *(partial(_check_packing, config, owner) for owner in config.trainers),
+        partial(_check_vocabulary, config),
+        partial(check_lengths, config),
+        partial(check_embeddings, config.model, *_readers(config)),
+        *([] if config.reward.model is None else [partial(check_embeddings, config.reward.model, config.reward.model)]),
+        *([partial(check_architecture, config.critic_model, "critic.model", is_critic=True)] * config.needs_critic),
+    )
+
+
+def _check_heads(config: RunConfig) -> None:
+    devices = config.rollout.vllm.tensor_parallel
+    if devices > 1 and (heads := attention_heads(config.model)) % devices:
+        raise UserError(
+            f"rollout.vllm.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
+            "change it"
+        )
+
+
+def _check_heads_of_vllm(config: RunConfig) -> None:
+    """Refuse a model whose attention heads have a size that vLLM cannot compute without a GPU."""
+    import torch
+
+    pool = config.pool_of("rollout")
+    has_gpu = torch.cuda.is_available() if pool is None else config.pools[pool].gpus_per_worker > 0
+    if config.rollout.engine != "vllm" or has_gpu or not is_installed("vllm"):
+        return
+    decoder = text_config(config.model)
+    size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
+    if size not in USUAL_HEADS and not vllm_supports_heads(size):
+        raise UserError(
+            f"rollout.engine vllm cannot compute {config.model.path} without a GPU: its attention heads have {size} "
+            "dimensions (head_dim): choose another model, or rollout.engine: hf"
+        )
+
+
+@cache
+def vllm_supports_heads(size: int) -> bool:
+    """Ask the installed vLLM, without starting it, whether its attention on the CPU supports heads of a size. An answer
+    that cannot be read is yes: its start will say."""
+    ask = (
+        "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as backend\n"
+        f"print(backend.supports_head_size({size}))"
+    )
+    note(f"asking vLLM whether it supports attention heads of {size} dimensions (10 to 25 s)")
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    return asked.stdout.split()[-1:] != ["False"]
+
+
+def _check_packing(config: RunConfig, owner: str) -> None:
+    """Refuse long rows of several sequences where transformers needs a mask of all their positions."""
+    from ratchet.rlhf.models.prefix_sharing import attention_kinds
+
+    trainer = config.trainers[owner]
+    if trainer.packing is not True or trainer.micro_batch_tokens <= LONGEST_MASK:
+        return
+    frozen = config.frozen_models if owner == "actor" else {}  # which are computed as the actor says
+    models = {owner: config.model_of(owner)} | {role: config.model_of(role) for role in frozen}
+    masked = [
+        role
+        for role, model in models.items()
+        if attention_of(model)[0] == "eager"
+        or (model.attention == "sdpa" and attention_kinds(text_config(model)) != {"full_attention"})
+    ]
+    if masked:
+        size, longest = trainer.micro_batch_tokens, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        lower = f"lower {owner}.micro_batch_tokens to {LONGEST_MASK}, or " if longest <= LONGEST_MASK else ""
+        raise UserError(
+            f"{owner}.packing true makes rows of {owner}.micro_batch_tokens = {size} tokens, for which the layers of "
+            f"the {' and the '.join(masked)} need a mask of {size} x {size} positions: {lower}set {owner}.packing false"
+        )
+
+
+def _check_megatron(config: RunConfig, role: str) -> None:
+    """Check that Megatron can split a model as the trainer whose engine it has says."""
+    from ratchet.rlhf.models.megatron_layout import Place, refusal
+
+    owner = "critic" if role == "critic" else "actor"
+    trainer = config.trainers[owner]
+    if trainer.engine == "megatron":
+        place = Place(
+            tensors=trainer.tensor_parallel, stages=trainer.pipeline_parallel, experts=trainer.expert_parallel
+        )
+        if reason := refusal(text_config(config.model_of(role)), place):
+            raise UserError(f"{owner}.engine megatron cannot compute the {role}: {reason}")
+
+
+def _check_vocabulary(config: RunConfig) -> None:
+    """Check that the teacher reads the policy's tokens as what they are."""
+    if config.teacher is None:
+        return
+    own, other = (load_tokenizer(model).get_vocab() for model in (config.model, config.teacher))
+    if differs := next((token for token in own if other.get(token) != own[token]), None):
+        raise UserError(
+            f"teacher {config.teacher.path} has another vocabulary than {config.model.path}: the token {differs!r:.40} "
+            f"is {other.get(differs, 'none')} there, and {own[differs]} here: choose a teacher of the same family"
+        )
+
+
+def _readers(config: RunConfig) -> list[ModelConfig]:
+    """The models that read the policy's tokens."""
+    return [config.model, *([config.critic_model] * config.needs_critic), *config.frozen_models.values()]
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Check that the models can read a longest prompt with its longest response.
+
+    Raises:
+        UserError: one cannot; a line for each model.
+    """
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    limits = {model.path: longest_sequence(model) for model in _readers(config)}
+    refuse(
+        f"data.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} is {prompt + response}, but "
+        f"{path} reads at most {limit} tokens (max_position_embeddings in its config.json): lower one of them"
+        for path, limit in limits.items()
+        if limit is not None and limit < prompt + response
+    )
+
+
+@cache
+def say_attention(model: ModelConfig) -> None:
+    """Report an attention implementation that differs from the config. Cached: once per process is enough."""
+    attention, reason = attention_of(model)
+    if reason is not None:
+        note(f"{model.path} is computed with {attention} attention, not {model.attention}: {reason}")

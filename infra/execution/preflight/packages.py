@@ -1,0 +1,77 @@
+"""Checks that the packages that a config needs are installed, and can be used on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from ratchet.infra.execution.preflight.mistakes import refuse
+from ratchet.infra.execution.preflight.wandb_login import has_login
+from ratchet.rlhf.config import RunConfig
+
+
+def check_packages(config: RunConfig) -> None:
+    """Check that what the config asks for is installed, has the GPUs that it needs, and is logged in.
+
+    Raises:
+        UserError: something is missing; a line for each package.
+    """
+    engines = {trainer.engine for trainer in config.trainers.values()}
+    adapts = config.model.lora is not None or config.critic_model.lora is not None
+    without_gpu = list(_without_gpu(config))
+    mistakes, unusable = [mistake for _, mistake in without_gpu], {package for package, _ in without_gpu}
+    for key, asked, package, extra in (
+        ("engine: deepspeed", "deepspeed" in engines, "deepspeed", "deepspeed"),
+        ("engine: megatron", "megatron" in engines, "megatron.core", "megatron"),
+        ("pools", bool(config.pools), "ray", "ray"),
+        ("model.lora", adapts, "peft", "lora"),
+        ("model.kernels: liger", _has_liger(config), "liger_kernel", "liger"),
+        ("rollout.engine: vllm", config.rollout.engine == "vllm", "vllm", "vllm"),
+        *((f"tracking: {name}", True, name, "tracking" if name == "tensorboard" else name) for name in config.tracking),
+        ("tracking", bool(config.tracking), "accelerate", "tracking"),
+    ):
+        if key == "tracking" and any(mistake.startswith("tracking: ") for mistake in mistakes):
+            continue  # whose extras have it
+        if asked and package not in unusable and not is_installed(package):
+            mistakes.append(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
+    if "wandb" in config.tracking and is_installed("wandb") and not has_login():
+        mistakes.append(
+            "tracking: wandb is not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
+        )
+    refuse(mistakes)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
+
+
+def _without_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Packages that are useless in a process without a GPU, with the mistake. Megatron's workers in pools say so
+    themselves."""
+    import torch
+
+    for role, trainer in config.trainers.items():
+        if trainer.engine == "megatron" and not config.pools and not torch.cuda.is_available():
+            fix = f"{role}.engine megatron needs a GPU, and there is none: set {role}.engine to fsdp"
+            yield "megatron.core", fix
+    if _has_liger(config) and not _trains_on_gpus(config):
+        fix = "model.kernels is liger, which needs GPUs, but the trainers have none: set it to torch or compile"
+        yield "liger_kernel", fix
+
+
+def _has_liger(config: RunConfig) -> bool:
+    models = (config.model, config.critic_model, config.reference_model, *config.frozen_models.values())
+    return any(model.kernels == "liger" for model in models)
+
+
+def _trains_on_gpus(config: RunConfig) -> bool:
+    import torch
+
+    if not config.pools:
+        return torch.cuda.is_available()
+    pools = map(config.pool_of, config.trainers)
+    return all(pool is not None and config.pools[pool].gpus_per_worker > 0 for pool in pools)

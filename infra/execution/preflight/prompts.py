@@ -1,0 +1,212 @@
+"""Checks the prompts: their lengths, roles and ground truths, and that rewards and the environment can use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ratchet.infra.execution.preflight.mistakes import refuse
+from ratchet.infra.progress import note
+from ratchet.rlhf.built_in_rewards import COMPARING
+from ratchet.rlhf.config import DataConfig, EnvironmentConfig, ModelConfig, RewardConfig, RunConfig
+from ratchet.rlhf.data.formats import formulas_of
+from ratchet.rlhf.data.prompts import Prompt, PromptDataset, check_length, render
+from ratchet.rlhf.data.responses import response_text
+from ratchet.rlhf.data.turns import special_in
+from ratchet.rlhf.environments.calls import try_environment
+from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
+from ratchet.rlhf.errors import UserError, counted
+from ratchet.rlhf.models.tokenizers import load_tokenizer
+from ratchet.rlhf.rewards import auto
+from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS
+from ratchet.rlhf.rewards.math import boxed
+from ratchet.rlhf.rewards.pool import TrialAnswer, compare_columns, try_rewards
+from ratchet.rlhf.rewards.registry import can_be_right
+from ratchet.rlhf.validation import reported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SOURCES = 8
+"""Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
+AS_THEY_ARE = "{{ messages[-1]['content'] }}"
+"""The chat template that leaves a text as it is."""
+MANY_PROMPTS = 10_000
+"""Measuring the lengths of more prompts takes over two seconds, so the driver says that it does."""
+
+
+@cache  # called twice: by the command line before it starts Prefect, and by the driver before it claims
+def check_files(
+    paths: tuple[str, ...], model: ModelConfig, data: DataConfig, reward: str, environment: str | None
+) -> None:
+    """See `check_prompts`; reward and environment are JSON, because the arguments must be hashable."""
+    section = None if environment is None else EnvironmentConfig.model_validate_json(environment)
+    check_prompts(PromptDataset(paths), model, data, RewardConfig.model_validate_json(reward), section)
+
+
+def check_prompts(
+    dataset: PromptDataset,
+    model: ModelConfig,
+    data: DataConfig,
+    reward: RewardConfig,
+    environment: EnvironmentConfig | None,
+) -> None:
+    """Check the prompts' lengths and ground truths, and try reward and environment on a row of each file.
+
+    Raises:
+        UserError: prompts are too long, lack the ground truth for a built-in reward, have a data source that `auto` has
+            no reward for, cannot be scored, or make the environment fail; a line for each.
+    """
+    tokenizer = policy_tokenizer(model, environment, data.special_tokens)
+    readers = [tokenizer, *([] if reward.model is None else [load_tokenizer(reward.model, writes=False)])]
+    if len(dataset) > MANY_PROMPTS:
+        note(f"checking {len(dataset)} prompts")
+    scan = _Scan(data, reward, readers)
+    for prompt in dataset:
+        scan.look_at(prompt)
+    problems, tried = scan.problems, scan.samples
+    if environment is not None:
+        problems |= {failure: failure for failure in try_environment(environment, tried, data.system_prompt)}
+    if not problems:
+
+        def write(prompt: Prompt, answer: str) -> TrialAnswer:
+            text = render(prompt.after(data.system_prompt), tokenizer, prompt.where, add_generation_prompt=True)
+            ids = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+            return TrialAnswer(text[-TAIL_CHARACTERS:], ids, response_text(ids, tokenizer))
+
+        for failure in try_rewards(reward, [*tried, *scan.doubtful.values()], write, note):
+            if reward.on_error == "fail":
+                problems[failure] = failure
+            else:
+                note(failure)
+        for line in compare_columns(reward, tried, write):
+            note(line)
+    refuse(list(problems.values())[:SOURCES])
+    if scan.spelling:
+        kept = data.special_tokens == "keep"
+        are = (
+            "control tokens, as data.special_tokens: keep says" if kept else "text, unless data.special_tokens is keep"
+        )
+        which = f"{scan.spelling} of {counted(len(dataset), 'prompt')} spell special tokens"
+        special = ", ".join(list(scan.special)[:SOURCES])
+        note(f"{which} ({special}), the first in {scan.first_spelling}: they are {are}")
+    if scan.texts and tokenizer.chat_template:
+        every = scan.texts == len(dataset)
+        which = "the prompts are texts" if every else f"{scan.texts} of {len(dataset)} prompts are texts"
+        note(
+            f"{which}: the chat template of {model.path} renders each as a message of the user. To keep them as they "
+            f"are, set model.chat_template to a file that has only {AS_THEY_ARE}"
+        )
+
+
+class _Scan:
+    """One pass over the prompts."""
+
+    def __init__(self, data: DataConfig, reward: RewardConfig, readers: Sequence[PreTrainedTokenizerBase]) -> None:
+        """The first of the readers is the policy's tokenizer."""
+        self.data, self.reward, self.readers = data, reward, readers
+        self.problems: dict[str, str] = {}
+        """The first problem of each kind and data source."""
+        self.doubtful: dict[str, Prompt] = {}
+        """The first prompt of each data source that no response is right for, if its file begins with others."""
+        self.texts = 0
+        self.spelling = 0
+        """Prompts that spell special tokens."""
+        self.first_spelling = ""
+        self.special: dict[str, None] = {}
+        self._firsts: dict[str, dict[str, Prompt]] = {}
+        """The first prompt of each data source, by file."""
+        self._renders: dict[tuple[str, ...], bool] = {}
+        """Whether templates render conversations with these roles: they look at little else."""
+
+    @property
+    def samples(self) -> list[Prompt]:
+        """The first prompt of each data source of each file."""
+        return [prompt for sources in self._firsts.values() for prompt in sources.values()]
+
+    def look_at(self, prompt: Prompt) -> None:
+        """Note the mistakes of the next prompt."""
+        data, tokenizer = self.data, self.readers[0]
+        self.texts += prompt.is_text
+        sources = self._firsts.setdefault(prompt.where.rpartition(",")[0], {})
+        if prompt.data_source not in sources and len(sources) < SOURCES:
+            sources[prompt.data_source] = prompt
+        self._check_truth(prompt, sources.get(prompt.data_source))
+        if spelled := special_in(prompt.after(data.system_prompt), tokenizer):
+            self.spelling, self.first_spelling = self.spelling + 1, self.first_spelling or prompt.where
+            self.special |= dict.fromkeys(sorted(spelled))
+        if self._is_rendered(prompt) and data.truncation == "error" and "length" not in self.problems:
+            try:
+                check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
+            except UserError as error:
+                self.problems["length"] = str(error)
+
+    def _check_truth(self, prompt: Prompt, first: Prompt | None) -> None:
+        """`first` is the sample of the prompt's data source, which is tried; None: there is none."""
+        functions = self.reward.functions
+        comparing = next((name for name in functions if name in COMPARING), None)
+        if "auto" in functions and (problem := auto.problem_of(prompt.data_source, prompt.style)) is not None:
+            self.problems.setdefault(f"source {prompt.data_source}", f"{prompt.where}: {problem}")
+        elif comparing is not None and prompt.ground_truth is None:
+            self.problems.setdefault(
+                "truth",
+                f"{prompt.where}: reward.function {comparing} needs reward_model.ground_truth (or a column "
+                "ground_truth, answer or solution), which is missing",
+            )
+        elif not can_be_right(functions, prompt):
+            if first is None or can_be_right(functions, first):
+                self.doubtful.setdefault(prompt.data_source, prompt)
+        elif self._uses_math(prompt) and _has_unmarked_answer(prompt.ground_truth):
+            self.problems.setdefault(
+                "formulas",
+                f"{prompt.where}: the ground truth is a text of several formulas ({prompt.ground_truth!r:.60}...), and "
+                "reward.function math would compare with one of them: put the answer into a column answer, or into "
+                "\\boxed{} in this text",
+            )
+
+    def _uses_math(self, prompt: Prompt) -> bool:
+        functions = self.reward.functions
+        return "math" in functions or (
+            "auto" in functions and auto.reward_of(prompt.data_source, prompt.style) == "math"
+        )
+
+    def _is_rendered(self, prompt: Prompt) -> bool:
+        """Whether all chat templates accept the prompt's messages."""
+        messages = prompt.after(self.data.system_prompt)
+        roles = tuple(message["role"] for message in messages)
+        if prompt.has_calls or roles not in self._renders:
+            try:
+                for reader in self.readers:
+                    render(messages, reader, prompt.where, add_generation_prompt=True)
+            except UserError as error:
+                added = len(messages) > len(prompt.messages)
+                fix = " (data.system_prompt puts a system message in front: set it to null)" if added else ""
+                self.problems.setdefault("template", f"{error}{fix}")
+                self._renders[roles] = False
+            else:
+                self._renders.setdefault(roles, True)
+        return self._renders[roles]
+
+
+def _has_unmarked_answer(ground_truth: str | None) -> bool:
+    """Whether a ground truth has several formulas, none of them in a box."""
+    return ground_truth is not None and boxed(ground_truth) is None and len(formulas_of(ground_truth)) > 1
+
+
+def check_metric(config: RunConfig) -> None:
+    """Refuse a `validation.metric` that no validation will report."""
+    validation = config.validation
+    if validation.metric is None or validation.data is None:
+        return
+    solves = config.solved_score is not None
+    sources = (prompt.data_source for prompt in PromptDataset((validation.data,)))
+    names = [name for name in reported(sources, validation.n) if solves or "/acc/" not in name]
+    if validation.metric not in names:
+        shown = get_close_matches(validation.metric, names, SOURCES, 0) if len(names) > SOURCES else names
+        more = f", and {len(names) - len(shown)} others" if len(names) > len(shown) else ""
+        raise UserError(
+            f"validation.metric {validation.metric} is not a metric of this validation, which has {', '.join(shown)}"
+            f"{more}: choose one of them, or set validation.metric=null for the mean score of the first data source"
+        )
