@@ -21,7 +21,7 @@ from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.metrics import VALIDATION, current
+from ratchet.rlhf.metrics import VALIDATION
 from ratchet.rlhf.models import reading_tokenizer
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _open_validation(run: Run, damaged: OnDamage) -> list[Metrics]:
     if not isinstance(validation, StageCommit):
         return []
     try:
-        return [{"iteration": run.state.iteration, **current(run.store.manifest(validation).metrics)}]
+        return [{"iteration": run.state.iteration, **run.store.manifest(validation).metrics}]
     except Corrupt as damage:
         damaged(damage)
         return []

@@ -46,7 +46,6 @@ from ratchet.rlhf.config import (
     stored_config,
     yaml_text,
 )
-from ratchet.rlhf.config.older import changed_since
 from ratchet.rlhf.data.experts import Matched
 from ratchet.rlhf.data.formats import formulas_of
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset, check_length, render
@@ -890,5 +889,5 @@ def say_what_changed(state: RunState, config: RunConfig) -> None:
         return
     before = stored_config(state.claim.config, "the claim")
     old, new = (settings.model_dump(mode="json", exclude={"run": {"name", "store"}}) for settings in (before, config))
-    if changed := differences(old, new) + changed_since(state.claim.config):
+    if changed := differences(old, new):
         note(f"continues with different settings from iteration {state.iteration} on: {'; '.join(changed)}")

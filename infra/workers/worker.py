@@ -48,7 +48,7 @@ from ratchet.infra.workers.calls import (
 from ratchet.infra.workers.checkpoints import stored_state
 from ratchet.infra.workers.engines import Engines
 from ratchet.infra.workers.resources import Resources
-from ratchet.infra.workers.rollouts import Generated, Journaled, Rollouts, newest, of_this_release
+from ratchet.infra.workers.rollouts import Generated, Journaled, Rollouts, newest
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.data.prompts import encode
@@ -271,7 +271,7 @@ class Worker:
                     note(f"generation restarts without a journal: {damage}")
                 else:
                     (answers if is_call_file(part.key) else written).extend(rows)
-            journaled = Journaled(newest(of_this_release(written)), recorded_of(answers))
+            journaled = Journaled(newest(written), recorded_of(answers))
             self._last_journal = call.journal, journaled
         return journaled
 

@@ -679,7 +679,7 @@ def test_a_clock_that_is_set_makes_nobody_seem_dead(
     assert heartbeat.is_alive(objects) is None
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b'{"epoch": 1}', b"\x00\xff"])
+@pytest.mark.parametrize("data", [b"", b"{", b'{"term": 1}', b"\x00\xff"])
 def test_a_beat_that_cannot_be_read_is_none(data: bytes, objects: ObjectStore) -> None:
     objects.put(heartbeat.KEY, data)
     assert heartbeat.is_alive(objects) is None
