@@ -383,21 +383,6 @@ def test_another_policy_than_the_trainers_is_corrected_by_default(changes: dict[
     assert again.algorithm.rollout_correction == correction, "what is stored means the same ever after"
 
 
-def test_runs_of_older_releases_stay_uncorrected() -> None:
-    config = parse_config(MINIMAL, "here").with_values({"rollout.engine": "vllm"})
-    stored = config.model_dump(mode="json")
-    stored["algorithm"]["rollout_correction"] = None  # vllm in bfloat16 was not corrected then
-    resumed = stored_config(stored, "a claim").with_values({"train.iterations": 9})
-    assert resumed.algorithm.rollout_correction is not None
-    assert resumed.algorithm.rollout_correction.weights is None
-
-
-def test_runs_of_older_releases_may_have_any_number_of_rewards_that_fail() -> None:
-    stored = parse_config(MINIMAL, "here").model_dump(mode="json")
-    assert stored["reward"].pop("max_error_share") == 0.5
-    assert stored_config(stored, "a claim").reward.max_error_share == 1
-
-
 def test_every_key_is_documented_and_every_default_is_yaml() -> None:
     for key, kind, default, meaning in keys(RunConfig):
         assert meaning, key
