@@ -270,6 +270,7 @@ def test_show_says_what_it_leaves_out(command: Command) -> None:
     generated = {
         "trajectory_id": ["a", "b", "c", "d"],
         "prompt": ["Who?"] * 4,
+        "messages": [json.dumps([{"role": "user", "content": "Who?"}])] * 4,
         "response": ["Me."] * 4,
         "rollout_error": [None, "it fell", None, "it fell"],
     }
