@@ -71,23 +71,21 @@ class Model:
         attention = 4 * self.layers * self.heads * self.head_dim * attended
         return matrices + attention + 2 * self.vocabulary * self.hidden * predicted
 
-    def activation_bytes(self, checkpointing: Checkpointing, *, float32_residual: bool) -> int:
+    def activation_bytes(self, checkpointing: Checkpointing) -> int:
         """Bytes per token that a forward pass keeps for the backward pass, without the head.
 
         Args:
             checkpointing: none: everything. full: only the input of each layer. selective: also what attention and
                 every second matrix product return.
-            float32_residual: whether the residual and the norms are float32 (autocast); otherwise all is bfloat16.
         """
-        residual = FLOAT32 if float32_residual else BFLOAT16
         if checkpointing == "full":
-            return self.layers * residual * self.hidden
+            return self.layers * BFLOAT16 * self.hidden
         products = 3 * self.hidden + 2 * self.keys + 2 * self.intermediate  # q, o, down; k, v; gate, up
         if checkpointing == "selective":
-            return self.layers * (residual * self.hidden + BFLOAT16 * (self.hidden + products // 2))
-        # a norm keeps its input in float32 and what it has normalized; autocast copies the input of each linear layer
-        norms = 2 * (FLOAT32 + residual) * self.hidden
-        inputs = (5 if float32_residual else 2) * BFLOAT16 * self.hidden
+            return self.layers * BFLOAT16 * (2 * self.hidden + products // 2)
+        # a norm keeps its input in float32 and what it has normalized
+        norms = 2 * (FLOAT32 + BFLOAT16) * self.hidden
+        inputs = 2 * BFLOAT16 * self.hidden
         attention = BFLOAT16 * (2 * self.hidden + 2 * self.keys)  # q, k, v, and what is returned
         mlp = BFLOAT16 * 4 * self.intermediate  # gate, its activation, up, their product
         return self.layers * (norms + inputs + attention + mlp)
@@ -182,9 +180,8 @@ class Lengths:
 class Assumed:
     """What is neither measured here nor in a data sheet: how much of the hardware's rate the software reaches."""
 
-    mfu: float
-    """Share of peak FLOPs that the passes of the trainer reach; FLOPs of recomputation do not count."""
-    mfu_is: str
+    mfu: float = 0.40
+    """Share of peak FLOPs that the passes of the trainer reach, the goal; FLOPs of recomputation do not count."""
     decode: float = 0.7
     """Share of memory bandwidth that decoding reaches."""
     links: float = 0.75
@@ -195,16 +192,13 @@ class Assumed:
     """Latency of an all-reduce within a node, twice per layer of a tensor-parallel engine."""
     pageable: float = 5e9
     """Bytes per second and GPU between the device and memory that is not pinned."""
-    shared_memory: float = 2e9
-    """Bytes per second at which a process fills new files in /dev/shm, or reads them into new memory."""
     host: float = 200e9
     """Bytes per second that all processes of a node together can copy in host memory."""
 
 
-BEFORE = Assumed(0.25, "assumed: unfused layers, float32 residual")
-AFTER = Assumed(0.40, "the goal, not measured")
+ASSUMED = Assumed()
 
 
-def slowed(hardware: Hardware, assumed: Assumed) -> Hardware:
+def slowed(hardware: Hardware) -> Hardware:
     """The hardware at the rates that collectives reach."""
-    return replace(hardware, nvlink=hardware.nvlink * assumed.links, nic=hardware.nic * assumed.links)
+    return replace(hardware, nvlink=hardware.nvlink * ASSUMED.links, nic=hardware.nic * ASSUMED.links)

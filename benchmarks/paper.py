@@ -4,11 +4,8 @@
     python benchmarks/paper.py --model 7B --gpus 8 --gpu H200   # one size
 
 GRPO with a reference, all models on the same GPUs, taking turns (`offload_when_idle`), with `fsdp` (one GPU: `torch`)
-and vLLM. "Before" is the code before the work on big models: SHA-256 of gathered tensors after each update, whole
-float32 weights to the rollout through /dev/shm from every process, a snapshot after every iteration in the foreground,
-memory that is not pinned, float32 residuals, log-probs shard by shard. "After" is what the project aims at. Lengths,
-micro-batches and shared prompts are those of the project's own code; rates are of data sheets, times what software is
-assumed to reach (`costs.Assumed`).
+and vLLM. Lengths, micro-batches and shared prompts are those of the project's own code; rates are of data sheets, times
+what software is assumed to reach (`costs.Assumed`).
 """
 
 from __future__ import annotations
@@ -21,13 +18,11 @@ from itertools import zip_longest
 import numpy as np
 
 from benchmarks.costs import (
-    AFTER,
-    BEFORE,
+    ASSUMED,
     BFLOAT16,
     FLOAT32,
     HARDWARE,
     MODELS,
-    Assumed,
     Checkpointing,
     Hardware,
     Lengths,
@@ -56,11 +51,11 @@ COMMIT_S = 0.16
 COLUMNS = 7
 """Columns with four bytes per response token that an iteration commits: ids, mask, rewards, advantages and log-probs of
 the rollout, of the actor and of the reference."""
-SEED_S = 1e-5
-"""Reported: seconds per request and step that seeds of requests cost vLLM."""
 DIGEST_BYTES = 8 + (8 + 4 + 8) + 16 + len(MIX) * (16 + 16 + 24) + 2 * 8
 """Bytes that `state_digest.sums` reads and writes per element on a GPU: positions, plus bits, xor key; rounds of a
 product, a shift and an xor of 64-bit numbers; two sums."""
+STEP_BYTES = 28
+"""Bytes per parameter that the optimizer reads and writes: parameter and moments both, the gradient only read."""
 RESERVED = 2e9
 """Bytes of a GPU for the CUDA context, NCCL and fragmentation."""
 
@@ -110,7 +105,7 @@ class Setup:
         return self.rollout_gpus * (share * self.hardware.memory - RESERVED) - self.weights
 
 
-def generation(setup: Setup, assumed: Assumed) -> float:
+def generation(setup: Setup) -> float:
     """Seconds of generation. A step reads the weights, and the keys and values of all running trajectories.
 
     There are as many steps as the longest response has tokens, or more if the cache cannot hold all trajectories.
@@ -123,14 +118,9 @@ def generation(setup: Setup, assumed: Assumed) -> float:
     read = steps * setup.weights + lengths.attended_by_responses * share * model.key_value_bytes
     prompts = responses.shape[0] * share
     prefill = model.forward_flops(prompts * lengths.prompt, prompts * lengths.prompt**2 / 2, prompts)
-    latency = assumed.step_s + (2 * model.layers * assumed.reduce_s if gpus > 1 else 0.0)
-    memory_s = read / gpus / (hardware.hbm * assumed.decode)
-    return memory_s + steps * latency + prefill / gpus / (hardware.flops * assumed.mfu)
-
-
-def seeds(setup: Setup) -> float:
-    """Seconds that seeds of requests add to generation."""
-    return float(setup.lengths.responses.sum()) / setup.engines * SEED_S
+    latency = ASSUMED.step_s + (2 * model.layers * ASSUMED.reduce_s if gpus > 1 else 0.0)
+    memory_s = read / gpus / (hardware.hbm * ASSUMED.decode)
+    return memory_s + steps * latency + prefill / gpus / (hardware.flops * ASSUMED.mfu)
 
 
 def dealt(setup: Setup, responses: np.ndarray) -> list[list[tuple[int, float]]]:
@@ -173,31 +163,25 @@ def together(setup: Setup, shards: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([max(of_round) for of_round in zip_longest(*flops, fillvalue=0.0)])
 
 
-def gathered(setup: Setup, assumed: Assumed, size: float) -> float:
+def gathered(setup: Setup, size: float) -> float:
     """Seconds until every GPU has `size` bytes that are sharded; 0 on one GPU."""
-    return slowed(setup.hardware, assumed).gathering(size, setup.gpus)
+    return slowed(setup.hardware).gathering(size, setup.gpus)
 
 
-def log_probs(setup: Setup, assumed: Assumed, rounds: Iterable[np.ndarray]) -> float:
+def log_probs(setup: Setup, rounds: Iterable[np.ndarray]) -> float:
     """Seconds of a forward pass over all trajectories; layers are gathered while others compute.
 
     Args:
         setup: the setup.
-        assumed: what the software reaches.
         rounds: FLOPs of the rounds of each call.
     """
-    compute = np.concatenate(list(rounds)) / (setup.hardware.flops * assumed.mfu)
-    return float(np.maximum(compute, gathered(setup, assumed, setup.weights)).sum())
+    compute = np.concatenate(list(rounds)) / (setup.hardware.flops * ASSUMED.mfu)
+    return float(np.maximum(compute, gathered(setup, setup.weights)).sum())
 
 
 def at_once(setup: Setup) -> Iterator[np.ndarray]:
     """The rounds if the trajectories were one shard, in one call."""
     yield micro_batch_flops(setup, setup.lengths.responses)
-
-
-def by_shard(setup: Setup) -> Iterator[np.ndarray]:
-    """The rounds with a call for each shard."""
-    return (micro_batch_flops(setup, shard) for shard in shards_of(setup))
 
 
 def by_call(setup: Setup) -> Iterator[np.ndarray]:
@@ -216,106 +200,71 @@ def shards_of(setup: Setup) -> list[np.ndarray]:
     return [responses[start : start + size] for start in range(0, len(responses), size)]
 
 
-def updates(setup: Setup, assumed: Assumed, *, recomputed: float, reduced: str, step_bytes: int) -> float:
-    """Seconds of all updates.
-
-    Args:
-        setup: the setup.
-        assumed: what the software reaches.
-        recomputed: forward passes that the backward pass repeats and that `assumed.mfu` does not include.
-        reduced: `each`: gradients are summed over the ranks after each micro-batch; `last`: once per mini-batch.
-        step_bytes: bytes per parameter that the optimizer reads and writes.
-    """
+def updates(setup: Setup) -> float:
+    """Seconds of all updates. Gradients are summed over the ranks once per mini-batch."""
     per_gpu = setup.model.parameters / setup.gpus
-    gather, reduce = (gathered(setup, assumed, size * setup.model.parameters) for size in (BFLOAT16, FLOAT32))
+    gather, reduce = (gathered(setup, size * setup.model.parameters) for size in (BFLOAT16, FLOAT32))
+    fits = checkpointing(setup)
+    # the goal includes what selective checkpointing recomputes: every second matrix product
+    recomputed = 0.0 if fits is not None and fits[0] == "selective" else 0.5
     seconds = 0.0
     for responses in np.array_split(setup.lengths.responses, setup.mini_batches):
         flops = (3 + recomputed) * micro_batch_flops(setup, responses)
         collectives = np.full(len(flops), 2 * gather)
-        collectives[slice(None) if reduced == "each" else slice(-1, None)] += reduce
-        seconds += float(np.maximum(flops / (setup.hardware.flops * assumed.mfu), collectives).sum())
-        seconds += per_gpu * step_bytes / setup.hardware.hbm
+        collectives[-1] += reduce
+        seconds += float(np.maximum(flops / (setup.hardware.flops * ASSUMED.mfu), collectives).sum())
+        seconds += per_gpu * STEP_BYTES / setup.hardware.hbm
     return seconds
 
 
-def training_bytes(setup: Setup, *, after: bool) -> dict[str, float]:
+def training_bytes(setup: Setup) -> dict[str, float]:
     """Bytes of a GPU in an update, without activations."""
     model, per_gpu = setup.model, 1 / setup.gpus
     ends = model.vocabulary * model.hidden * (1 if model.tied else 2)
-    whole = 0 if setup.gpus == 1 else BFLOAT16 * (2 * model.layer_parameters + ends) + FLOAT32 * ends
-    if setup.gpus == 1:  # a copy in the type of the computation: one layer's, or by autocast all
-        whole = BFLOAT16 * (model.layer_parameters + ends if after else model.parameters)
+    # on one GPU, a layer's copy in the type of the computation
+    whole = model.layer_parameters + ends if setup.gpus == 1 else 2 * model.layer_parameters + ends
     return {
         "weights, moments": setup.state * per_gpu,
         "gradients": FLOAT32 * model.parameters * per_gpu,
-        "gathered layers": whole,
+        "gathered layers": BFLOAT16 * whole + (0 if setup.gpus == 1 else FLOAT32 * ends),
         "logits": 4 * LOGITS_BYTES,
         "reserved": RESERVED,
     }
 
 
-def checkpointing(setup: Setup, *, after: bool) -> tuple[Checkpointing, float] | None:
+def checkpointing(setup: Setup) -> tuple[Checkpointing, float] | None:
     """The cheapest gradient checkpointing that fits, and bytes of activations of a micro-batch; None: none fits."""
-    choices: tuple[Checkpointing, ...] = ("selective", "full") if after else ("none", "full")
-    left = setup.hardware.memory - sum(training_bytes(setup, after=after).values())
+    choices: tuple[Checkpointing, ...] = ("selective", "full")
+    left = setup.hardware.memory - sum(training_bytes(setup).values())
     for choice in choices:
-        size = activations(setup, choice, after=after)
+        size = activations(setup, choice)
         if size <= left:
             return choice, size
     return None
 
 
-def activations(setup: Setup, choice: Checkpointing, *, after: bool) -> float:
-    """Bytes of activations of a micro-batch; with full checkpointing, those of the layer that is recomputed as well."""
-    tokens, whole = setup.micro_batch_tokens, replace(setup.model, layers=1)
-    size = tokens * setup.model.activation_bytes(choice, float32_residual=not after)
-    again = 0 if choice == "none" else tokens * whole.activation_bytes("none", float32_residual=not after)
-    return float(size + again)
+def activations(setup: Setup, choice: Checkpointing) -> float:
+    """Bytes of activations of a micro-batch, with those of the layer that is recomputed."""
+    whole = replace(setup.model, layers=1)
+    per_token = setup.model.activation_bytes(choice)
+    return float(setup.micro_batch_tokens * (per_token + whole.activation_bytes("none")))
 
 
-def before(setup: Setup) -> dict[str, float]:
-    """Seconds by part, as the code was."""
-    assumed, gpus = BEFORE, setup.gpus
-    state, shards = setup.state, setup.state / gpus
-    float32_weights = FLOAT32 * setup.model.parameters
-    fits = checkpointing(setup, after=False)
-    recomputed = 0.0 if fits is not None and fits[0] == "none" else 1.0
-    to_host = shards / assumed.pageable
-    return {
-        "generate": generation(setup, assumed) + seeds(setup),
-        "log-probs of actor and reference": 2 * log_probs(setup, assumed, by_shard(setup)),
-        # an optimizer that is not fused reads and writes intermediate results
-        "updates": updates(setup, assumed, recomputed=recomputed, reduced="each", step_bytes=60),
-        "digest": gathered(setup, assumed, state) + to_host + shards / SHA256_RATE,
-        "weights to the rollout": gathered(setup, assumed, float32_weights)
-        + float32_weights / assumed.pageable
-        + 2 * float32_weights / assumed.shared_memory,
-        # out and in: the trainer's state, the reference in float32, vLLM's weights
-        "turns": 2 * (shards + float32_weights / gpus + setup.weights / setup.rollout_gpus) / assumed.pageable,
-        "snapshot": snapshot_wait(setup) + snapshot_written(setup),
-        "commits": commits(setup),
-    }
-
-
-def after(setup: Setup) -> dict[str, float]:
-    """Seconds by part, as the code is meant to be."""
-    assumed, hardware, gpus = AFTER, setup.hardware, setup.gpus
+def iteration(setup: Setup) -> dict[str, float]:
+    """Seconds by part."""
+    hardware, gpus = setup.hardware, setup.gpus
     shards = setup.state / gpus
-    fits = checkpointing(setup, after=True)
-    # the goal includes what selective checkpointing recomputes: every second matrix product
-    recomputed = 0.0 if fits is not None and fits[0] == "selective" else 0.5
     parts = {
-        "generate": generation(setup, assumed),
-        "log-probs of actor and reference": 2 * log_probs(setup, assumed, by_call(setup)),
-        # parameter and moments are read and written, the gradient is read
-        "updates": updates(setup, assumed, recomputed=recomputed, reduced="last", step_bytes=28),
-        "digest": shards / FLOAT32 * DIGEST_BYTES / (hardware.hbm * assumed.decode),
-        "weights to the rollout": gathered(setup, assumed, setup.weights) + transfer(setup),
+        "generate": generation(setup),
+        "log-probs of actor and reference": 2 * log_probs(setup, by_call(setup)),
+        "updates": updates(setup),
+        "digest": shards / FLOAT32 * DIGEST_BYTES / (hardware.hbm * ASSUMED.decode),
+        "weights to the rollout": gathered(setup, setup.weights) + transfer(setup),
         # vLLM's weights are discarded, not moved
         "turns": 2
         * max(
             (shards + setup.weights / gpus) / hardware.pcie,
-            (setup.state + setup.weights) / setup.nodes / assumed.host,
+            (setup.state + setup.weights) / setup.nodes / ASSUMED.host,
         ),
         "snapshot": 0.0,
         "commits": commits(setup),
@@ -331,14 +280,14 @@ def transfer(setup: Setup) -> float:
     memory is not pinned.
     """
     if setup.rollout_gpus == 1:
-        return 3 * setup.weights / (setup.hardware.hbm * AFTER.decode)
+        return 3 * setup.weights / (setup.hardware.hbm * ASSUMED.decode)
     copied = (1 + setup.rollout_gpus) * setup.weights * setup.engines / setup.nodes
-    return max(setup.weights / AFTER.pageable, copied / AFTER.host)
+    return max(setup.weights / ASSUMED.pageable, copied / ASSUMED.host)
 
 
 def snapshot_wait(setup: Setup) -> float:
     """Seconds for which training waits for a snapshot: until it is in host memory."""
-    return gathered(setup, AFTER, setup.state) + setup.state / setup.gpus / AFTER.pageable
+    return gathered(setup, setup.state) + setup.state / setup.gpus / ASSUMED.pageable
 
 
 def snapshot_written(setup: Setup) -> float:
@@ -364,34 +313,17 @@ def commits(setup: Setup) -> float:
     return COMMIT_S + size / PARQUET_RATE
 
 
-def misfits(setup: Setup) -> tuple[list[str], list[str]]:
-    """What does not fit into memory, before and after; each with its arithmetic, in GB."""
-    model, memory, per_node = setup.model, setup.hardware.memory, setup.gpus // setup.nodes
-    old: list[str] = []
-    new: list[str] = []
-    whole = FLOAT32 * model.parameters
-    if setup.gpus > 1 and whole > memory - RESERVED:
-        old.append(f"every process builds the whole model on its GPU: {_gb(whole)} of {_gb(memory)}")
-    if setup.rollout_gpus > 1:
-        old.append(
-            f"vLLM is limited to one GPU: weights {_gb(setup.weights)} + cache, of {_gb(memory)}; "
-            f"after, an engine spans {setup.rollout_gpus}"
-        )
-    for is_after, notes in ((False, old), (True, new)):
-        first: Checkpointing = "selective" if is_after else "none"
-        chosen = checkpointing(setup, after=is_after)
-        if chosen is None or chosen[0] != first:
-            rest = sum(training_bytes(setup, after=is_after).values())
-            size = activations(setup, first, after=is_after)
-            kind = "without checkpointing" if first == "none" else f"with {first} checkpointing"
-            remedy = "nothing fits: fewer tokens" if chosen is None else "full checkpointing"
-            notes.append(
-                f"micro-batches of {setup.micro_batch_tokens:,} tokens {kind}: {_gb(size)} + {_gb(rest)} of "
-                f"{_gb(memory)}; {remedy}"
-            )
-    copies = whole * per_node
-    old.append(f"/dev/shm of a node holds {per_node} x {_gb(whole)} = {_gb(copies)} at each weight sync")
-    return old, new
+def misfits(setup: Setup) -> list[str]:
+    """What does not fit into memory, each with its arithmetic, in GB."""
+    chosen = checkpointing(setup)
+    if chosen is not None and chosen[0] == "selective":
+        return []
+    size, rest = activations(setup, "selective"), sum(training_bytes(setup).values())
+    remedy = "nothing fits: fewer tokens" if chosen is None else "full checkpointing"
+    return [
+        f"micro-batches of {setup.micro_batch_tokens:,} tokens with selective checkpointing: {_gb(size)} + {_gb(rest)} "
+        f"of {_gb(setup.hardware.memory)}; {remedy}"
+    ]
 
 
 def _gb(size: float) -> str:
@@ -399,43 +331,35 @@ def _gb(size: float) -> str:
 
 
 def memory_rows(setup: Setup) -> list[tuple[str, float]]:
-    """Bytes of a GPU after, in an update and in generation."""
-    rest = training_bytes(setup, after=True)
-    chosen = checkpointing(setup, after=True) or ("full", activations(setup, "full", after=True))
+    """Bytes of a GPU, in an update and in generation."""
+    rest = training_bytes(setup)
+    chosen = checkpointing(setup) or ("full", activations(setup, "full"))
     update = {**rest, f"activations, {chosen[0]}": chosen[1]}
     vllm = {"vLLM's weights": setup.weights / setup.rollout_gpus, "cache": setup.cache_bytes / setup.rollout_gpus}
     return [*update.items(), ("**update**", sum(update.values())), *vllm.items()]
 
 
 def table(setups: Sequence[Setup]) -> str:
-    """Seconds by part, before and after, in Markdown."""
-    columns = [(before(setup), after(setup)) for setup in setups]
+    """Seconds by part, in Markdown."""
+    columns = [iteration(setup) for setup in setups]
     heads = [f"{setup.model.name} on {setup.gpus}" for setup in setups]
-    lines = [
-        "| seconds | " + " | ".join(f"{head}: before | after" for head in heads) + " |",
-        "|---" * (1 + 2 * len(setups)) + "|",
-    ]
-    for part in columns[0][0]:
-        cells = [f"{seconds:.1f}" for pair in columns for seconds in (pair[0][part], pair[1][part])]
-        lines.append(f"| {part} | " + " | ".join(cells) + " |")
-    sums = [f"**{sum(parts.values()):.0f}**" for pair in columns for parts in pair]
-    lines.append("| **iteration** | " + " | ".join(sums) + " |")
-    every = [f"{snapshot_every(setup, sum(pair[1].values()))}" for setup, pair in zip(setups, columns, strict=True)]
-    lines.append("| snapshot every … iterations | " + " | ".join(f"1 | {number}" for number in every) + " |")
-    ratios = [
-        f"{log_probs(setup, assumed, rounds(setup)) / log_probs(setup, assumed, at_once(setup)):.2f}"
-        for setup in setups
-        for assumed, rounds in ((BEFORE, by_shard), (AFTER, by_call))
-    ]
+    lines = ["| seconds | " + " | ".join(heads) + " |", "|---" * (1 + len(setups)) + "|"]
+    for part in columns[0]:
+        lines.append(f"| {part} | " + " | ".join(f"{parts[part]:.1f}" for parts in columns) + " |")
+    sums = [sum(parts.values()) for parts in columns]
+    lines.append("| **iteration** | " + " | ".join(f"**{seconds:.0f}**" for seconds in sums) + " |")
+    every = [f"{snapshot_every(setup, seconds)}" for setup, seconds in zip(setups, sums, strict=True)]
+    lines.append("| snapshot every … iterations | " + " | ".join(every) + " |")
+    ratios = [f"{log_probs(setup, by_call(setup)) / log_probs(setup, at_once(setup)):.2f}" for setup in setups]
     lines.append("| log-probs, to those of one shard | " + " | ".join(ratios) + " |")
     return "\n".join(lines)
 
 
 def memory_table(setups: Sequence[Setup]) -> str:
-    """GB of a GPU, after, in Markdown."""
+    """GB of a GPU, in Markdown."""
     rows = [memory_rows(setup) for setup in setups]
     heads = [f"{setup.model.name} on {setup.gpus}" for setup in setups]
-    lines = ["| GB of a GPU, after | " + " | ".join(heads) + " |", "|---" * (1 + len(setups)) + "|"]
+    lines = ["| GB of a GPU | " + " | ".join(heads) + " |", "|---" * (1 + len(setups)) + "|"]
     for cells in zip(*rows, strict=True):
         names = {name for name, _ in cells}
         name = names.pop() if len(names) == 1 else "activations"
@@ -473,9 +397,8 @@ def main() -> None:
     print(table(setups))
     print(f"\n{memory_table(setups)}\n\nWhat does not fit:\n")
     for setup in setups:
-        for when, notes in zip(("before", "after"), misfits(setup), strict=True):
-            for note in notes:
-                print(f"- {setup.model.name} on {setup.gpus}, {when}: {note}")
+        for note in misfits(setup):
+            print(f"- {setup.model.name} on {setup.gpus}: {note}")
 
 
 if __name__ == "__main__":

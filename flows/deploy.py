@@ -37,11 +37,6 @@ TAG = "ratchet"
 HEARTBEAT_S = 30
 GONE_S = 90
 """A flow run without a heartbeat for this long counts as dead."""
-FORMER_AUTOMATIONS = (
-    f"{TAG}: a silent flow run is asked for again",
-    f"{TAG}: a crashed flow run is asked for again",
-)
-"""Former names of the automations; deploying deletes automations with these names."""
 
 
 @flow(name="vacuum", flow_run_name="{run}", persist_result=False)
@@ -116,7 +111,6 @@ def _prepare(pool: str) -> None:
     _work_pool(pool)
     for automation in _automations():
         _replace(automation)
-    _delete(FORMER_AUTOMATIONS)
 
 
 def _apply(offered: Flow[Any, Any], name: str, pool: str, **options: Any) -> UUID:
@@ -182,14 +176,6 @@ def _replace(automation: Automation) -> None:
         for outdated in registered:
             client.delete_automation(outdated.id)
     automation.create()
-
-
-def _delete(names: tuple[str, ...]) -> None:
-    """Delete all automations with these names."""
-    with get_client(sync_client=True) as client:
-        for name in names:
-            for automation in client.read_automations_by_name(name):
-                client.delete_automation(automation.id)
 
 
 def _definition(automation: Any) -> dict[str, Any]:

@@ -8,15 +8,14 @@ from typing import Annotated
 from pydantic import WithJsonSchema
 
 from ratchet.rlhf.config import RunConfig, keys
-from ratchet.rlhf.config.older import NEEDLESS, RENAMED
 
 FORM = "KEY=VALUE, with a KEY that `ratchet train --help` lists"
 
 
 def _pattern() -> str:
-    """A regular expression of the overrides whose key exists: a section, a key, the type of an algorithm, a former
-    name, or what a mapping holds."""
-    known = dict.fromkeys((*RENAMED, *NEEDLESS), False)
+    """A regular expression of the overrides whose key exists: a section, a key, the type of an algorithm, or what a
+    mapping holds."""
+    known: dict[str, bool] = {}
     for key, kind, *_ in keys(RunConfig):
         name = re.sub(r"\[.*?\]", "", key)
         parts = name.split(".")

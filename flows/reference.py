@@ -216,8 +216,8 @@ pl.read_parquet("runs/countdown/metrics")
 
 `iteration` is an int64, and everything else a float64 that is null if the iteration did not compute it: if its stage did
 not run (a rescored run trains nothing, and `train.on_nan: skip` leaves updates out), or if there is nothing of what the
-column "needs" names. `run.metrics()` gives the same rows without the columns that are null throughout, includes the
-iterations that a fork shares, and translates names of older releases, whose files have fewer columns.
+column "needs" names. `run.metrics()` gives the same rows without the columns that are null throughout, and includes
+the iterations that a fork shares.
 
 A validation adds `val-core/<data source>/reward/mean@<n>`, the mean score;
 `val-core/<data source>/acc/mean@<n>`, the share of solved answers ([rewards.md](rewards.md)); and with `validation.n` above

@@ -1,7 +1,7 @@
 """The metrics of an iteration: name, meaning, unit, and the stage that reports each.
 
 A metric that verl also has is named as in verl (docs/decisions/030-metric-names.md). Every metrics file of a run has a
-column for each of these; `current` translates the names of older releases.
+column for each of these.
 """
 
 from __future__ import annotations
@@ -279,27 +279,13 @@ VALIDATION = ("val-core/", "val/")
 
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
-RENAMED = {
-    "actor/kl_coef": "actor/reward_kl_penalty_coeff",
-    "perf/iteration_s": "perf/time_per_step",
-    "perf/weight_sync_s": "timing_s/update_weights",
-    "timing_s/snapshot": "timing_s/save_checkpoint",
-    **{f"timing_s/{stage}": timer(stage) for stage in TIMERS},
-    **{
-        f"rollout_corr/rejected/{statistic}": f"rollout_corr/rollout_rs_{statistic}_masked_fraction"
-        for statistic in get_args(Statistic)
-    },
-}
-"""Names of older releases, and today's."""
-
 
 def validation_metrics(source: str, statistics: Mapping[str, float], n: int) -> dict[str, float]:
     """Name the statistics of a data source's validation as in verl: `acc` is the share of solved answers.
 
     Args:
         source: the data source.
-        statistics: the values of `ratchet.rlhf.validation`: `mean_score`, `pass@1`, `maj@n` and `best@n`. Older
-            releases also have `mean@n`, which leaves out incomplete prompts; `mean_score` replaces it.
+        statistics: the values of `ratchet.rlhf.validation`: `mean_score`, `pass@1`, `maj@n` and `best@n`.
         n: answers per prompt.
 
     Returns:
@@ -309,7 +295,6 @@ def validation_metrics(source: str, statistics: Mapping[str, float], n: int) -> 
     return {
         f"val-core/{source}/{verls.get(statistic, f'reward/{statistic}')}": value
         for statistic, value in statistics.items()
-        if not statistic.startswith("mean@")
     }
 
 
@@ -319,7 +304,7 @@ def validation_scores(
     """Find the values that say how good the weights were.
 
     Args:
-        validations: metrics of validations by iteration, by today's names; others may be among them.
+        validations: metrics of validations by iteration; others may be among them.
         metric: `validation.metric`; None: the mean score of the first data source.
 
     Returns:
@@ -332,31 +317,6 @@ def validation_scores(
         if name is not None and name in metrics:
             scores[iteration] = (name, metrics[name])
     return scores
-
-
-def current(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Translate the names that older releases gave the metrics of an iteration.
-
-    Args:
-        metrics: values by name, of any release.
-
-    Returns:
-        The values by today's names.
-    """
-    values: dict[str, float] = {}
-    validations: dict[str, dict[str, float]] = {}
-    for name, value in metrics.items():
-        if (match := _OLDER_VALIDATION.fullmatch(name)) is not None:
-            validations.setdefault(match["source"], {})[match["statistic"]] = value
-        else:
-            values[RENAMED.get(name, name)] = value
-    for source, statistics in validations.items():
-        several = [int(name.removeprefix("mean@")) for name in statistics if name.startswith("mean@")]
-        values |= validation_metrics(source, statistics, max(several, default=1))
-    return values
-
-
-_OLDER_VALIDATION = re.compile(r"val/(?P<source>.*)/(?P<statistic>mean_score|pass@1|(?:mean|maj|best)@\d+)")
 
 
 def names(validation: Iterable[str] = ()) -> tuple[str, ...]:

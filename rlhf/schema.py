@@ -26,7 +26,7 @@ def trajectory_of(row_id: str) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the trajectories. Its Arrow type is the same in all stages and releases."""
+    """A column of the trajectories. Its Arrow type is the same in all stages."""
 
     name: str
     type: pa.DataType

@@ -22,8 +22,7 @@ def generator(seed: int, *path: str | int) -> np.random.Generator:
 
 
 LARGE = 2**20
-"""Rows from which on an epoch's permutation is computed row by row, and not held. Smaller ones are those of the first
-releases, whose runs continue."""
+"""Rows from which on an epoch's permutation is computed row by row, and not held."""
 ROUNDS = 6
 
 

@@ -20,7 +20,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.config.older import as_of_today
 from ratchet.rlhf.config.reading import set_value
 
 
@@ -81,8 +80,8 @@ class StageConfig(BaseModel):
         """The changes since `then`, except in operational keys.
 
         Args:
-            then: the result of `values` when the stage was committed, by this release or an older one. A key that is
-                missing in it did not exist then: it counts as unchanged while it has its default.
+            then: the result of `values` when the stage was committed. A key that is missing in it did not exist then:
+                it counts as unchanged while it has its default.
             config: the current config.
 
         Returns:
@@ -91,7 +90,6 @@ class StageConfig(BaseModel):
         tree: dict[str, Any] = {}
         for path, value in then.items():
             set_value(tree, path, value)
-        tree = as_of_today(tree)
         lines = cls._section_changes(tree, config)
         for path in cls.keys(operational=False):
             holder, _, name = path.rpartition(".")
@@ -109,7 +107,7 @@ class StageConfig(BaseModel):
                 continue
             lines += group._section_changes(tree, config)
             if group.section:
-                before = _lookup(tree, group.section, PydanticUndefined)  # undefined: an older release had no section
+                before = _lookup(tree, group.section, PydanticUndefined)  # undefined: there was no such section
                 now = _value(config, group.section)
                 if before is not PydanticUndefined and (before is None) != (now is None):
                     states = ["null" if section is None else "set" for section in (before, now)]

@@ -12,7 +12,7 @@ from ratchet.infra.execution.driver import Driver
 from ratchet.infra.progress import IterationClosed, report
 from ratchet.infra.store.manifest import Manifest
 from ratchet.infra.store.records import Commit, StageCommit
-from ratchet.rlhf.metrics import current, names, timer
+from ratchet.rlhf.metrics import names, timer
 from ratchet.tasks.pipeline import in_order
 from ratchet.tasks.recording import recorded_task
 from ratchet.tasks.restore import ensure_weights
@@ -59,7 +59,7 @@ def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
     commits = driver.store.iteration_state(iteration).stages
     own: list[Manifest] = []
     for name, manifest in manifests.items():
-        metrics |= current(manifest.metrics)
+        metrics |= manifest.metrics
         commit = commits[name]
         if isinstance(commit, StageCommit) and commit.manifest.run is None:
             own.append(manifest)

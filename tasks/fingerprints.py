@@ -15,7 +15,7 @@ from ratchet.rlhf.config import RunConfig, stored_config
 from ratchet.rlhf.errors import UserError, counted, reached
 from ratchet.tasks.experience_replay import check_experience
 from ratchet.tasks.pipeline import STAGES, names_of, stage_named
-from ratchet.tasks.stage import ROUNDING, Stage, UpdateStage
+from ratchet.tasks.stage import Stage, UpdateStage
 from ratchet.tasks.stages.generate import GenerateSummary
 
 UNVERSIONED = {"reward"}
@@ -55,9 +55,8 @@ def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping
         The fingerprint.
     """
     parts: dict[str, Any] = {"stage": stage.name, "version": stage.version, "iteration": iteration}
-    if isinstance(stage, UpdateStage):
-        parts["rounding"] = ROUNDING
-        parts |= {"deterministic": True} if driver.config.run.deterministic else {}
+    if isinstance(stage, UpdateStage) and driver.config.run.deterministic:
+        parts["deterministic"] = True
     parts |= {f"input.{name}": handle.manifest().digest for name, handle in inputs.items()}
     if stage.role is not None and stage.role not in UNVERSIONED:
         parts[f"weights.{WEIGHTS_OF.get(stage.role, stage.role)}"] = _digests_of_weights(driver, stage, iteration)
@@ -79,7 +78,7 @@ def changes_since(driver: Driver, stage: Stage, manifest: Manifest) -> list[str]
     """Changes of code, data and config since a stage was committed, one description each."""
     then = manifest.fingerprint.parts
     changes: list[str] = stage.config.differences(manifest.config, driver.config)
-    return changes + _outside_changes(driver, stage, then, changes) + _of_version(then.get("version", 1), stage)
+    return changes + _outside_changes(driver, stage, then, changes) + _of_version(then["version"], stage)
 
 
 def input_changes(manifest: Manifest, config: RunConfig) -> list[str]:
@@ -172,10 +171,8 @@ def changes_since_term(driver: Driver, stage: Stage, term: int) -> list[str]:
     config = stored_config(claim.config, "the claim")
     changes: list[str] = stage.config.differences(stage.config.values(config), driver.config)
     changes += _of_inputs(set(stage.input_names(names_of(config))), set(stage.input_names(names_of(driver.config))))
-    if claim.versions:  # claims of older releases do not have them
-        changes += _outside_changes(driver, stage, claim.outside, changes)
-        changes += _of_version(claim.versions.get(stage.name, stage.version), stage)
-    return changes
+    changes += _outside_changes(driver, stage, claim.outside, changes)
+    return changes + _of_version(claim.versions.get(stage.name, stage.version), stage)
 
 
 def _check_staleness(driver: Driver, iteration: int, place: RunState | Ahead) -> None:

@@ -22,7 +22,7 @@ from ratchet.infra.workers.held_weights import WEIGHTS_OF
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.errors import NotFinite
 from ratchet.tasks.pipeline import update_of
-from ratchet.tasks.stage import ROUNDING, UpdateStage
+from ratchet.tasks.stage import UpdateStage
 
 
 class ReplayMismatch(Corrupt):
@@ -194,8 +194,7 @@ def _report_mismatch(
     driver: Driver, stage: UpdateStage[C], committed: StageCommit, manifest: Manifest, replayed: Updated
 ) -> None:
     assert manifest.weights is not None
-    is_comparable = replayed.weights.is_comparable(manifest.weights)
-    if driver.term and is_comparable:  # term 0: the driver has not claimed the run and must not write
+    if driver.term:  # term 0: the driver has not claimed the run and must not write
         driver.store.commit(
             Diverged(
                 iteration=committed.iteration,
@@ -206,15 +205,14 @@ def _report_mismatch(
             )
         )
     policy = driver.config.checkpoint.on_replay_mismatch
-    happened = "gave different weights" if is_comparable else "may have given different weights"
     mismatch = explained(
         stage.version,
         manifest.fingerprint.parts,
         device=replayed.device,
-        is_comparable=is_comparable,
         deterministic=driver.config.run.deterministic,
     )
-    message = f"replaying {committed.stage} of iteration {committed.iteration} {happened}: {mismatch.reason}"
+    update = f"{committed.stage} of iteration {committed.iteration}"
+    message = f"replaying {update} gave different weights: {mismatch.reason}"
     if policy == "stop" or (policy == "auto" and not mismatch.is_expected):
         raise ReplayMismatch(f"{message}; checkpoint.on_replay_mismatch=continue accepts the replayed weights")
     if not mismatch.is_usual:
@@ -235,28 +233,21 @@ class Mismatch:
     """Whether every replay on this device may differ, so that it is enough to say so once."""
 
 
-def explained(
-    version: int, then: Mapping[str, object], *, device: str, is_comparable: bool, deterministic: bool
-) -> Mismatch:
+def explained(version: int, then: Mapping[str, object], *, device: str, deterministic: bool) -> Mismatch:
     """Explain why a replayed update gave other weights.
 
     Args:
         version: Version of the stage's code.
         then: Parts of the fingerprint of the committed update.
         device: Type of the device that replayed it.
-        is_comparable: Whether its digest is of the same kind as the committed one.
         deterministic: Whether it was replayed with `run.deterministic`.
 
     Returns:
         The explanation.
     """
-    if not is_comparable:
-        return Mismatch("an older release computed digests in another way", is_expected=True)
     was_held = device == "cpu" or (deterministic and "deterministic" in then)
-    if then.get("version") != version:
+    if then["version"] != version:
         return Mismatch("an older release computed it differently", is_expected=not was_held)
-    if then.get("rounding") != ROUNDING:
-        return Mismatch("an older release rounded differently", is_expected=True)
     if was_held:
         same = "engine, processes and threads" if device == "cpu" else "engine, processes and GPUs"
         return Mismatch(f"with the same {same}, the cause is a bug or a changed package", is_expected=False)

@@ -150,11 +150,6 @@ def never(config: RunConfig, iteration: int) -> str | None:
     return None
 
 
-ROUNDING = 3
-"""Increase this when the engines compute the same updates with different rounding: an update that an older release
-committed is then replayed to slightly different weights, and the run continues with them."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class UpdateStage(_Stage[C]):
     """A stage that updates its role's weights to the next version and returns metrics."""

@@ -48,7 +48,6 @@ def write(store: RunStore, shard: int, attempt: int = 0) -> ShardCommit:
         shard=shard,
         term=store.log.term,
         data=data,
-        fingerprint="",
         seconds=0.1,
     )
 

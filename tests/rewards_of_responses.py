@@ -1,7 +1,4 @@
-"""Rewards that fail, or wait, on what a tiny policy writes, and not on what they are tried on before a start.
-
-They are not in tests/rewards.py, whose digest tests/data/stored holds.
-"""
+"""Rewards that fail, or wait, on what a tiny policy writes, and not on what they are tried on before a start."""
 
 from __future__ import annotations
 

@@ -202,10 +202,10 @@ def reward_model_folder(folder: Path, base: Path, *, process: bool = False, labe
     return folder
 
 
-def prompt_file(path: Path, prompts: int = 16) -> Path:
+def prompt_file(path: Path, prompts: int = 16, seed: int = 7) -> Path:
     import pyarrow.parquet as pq
 
-    pq.write_table(countdown.rows(countdown.problems(seed=7, count=prompts, high=9)), path)
+    pq.write_table(countdown.rows(countdown.problems(seed=seed, count=prompts, high=9)), path)
     return path
 
 

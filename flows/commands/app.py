@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -31,7 +30,6 @@ from ratchet.rlhf.config import (
     overridden,
     validated,
 )
-from ratchet.rlhf.config.older import RenamedKey
 from ratchet.rlhf.errors import RatchetError, UserError, counted, reached
 
 if TYPE_CHECKING:
@@ -124,30 +122,12 @@ def main() -> None:
     sys.path.append(str(Path.cwd()))  # so that reward functions beside the config can be imported
     # transformers imports DeepSpeed when it saves a model, and DeepSpeed then warns that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-    warnings.showwarning = _show_warning
     try:
         app(prog_name="ratchet")  # however it was started: completion asks by this name
     except RatchetError as error:
         for line in str(error).splitlines():
             errors.print(f"error: {visible(line)}", highlight=False)
         sys.exit(error.exit_code)
-
-
-_show_other_warnings = warnings.showwarning
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    if issubclass(category, RenamedKey):
-        errors.print(f"note: {message}", highlight=False)
-    else:
-        _show_other_warnings(message, category, filename, lineno, file, line)
 
 
 def _config_keys() -> str:

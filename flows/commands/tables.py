@@ -265,8 +265,6 @@ def _questions(trajectories: pd.DataFrame, column: str) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     for prompt, messages in zip(trajectories["prompt"], trajectories["messages"], strict=True):
-        if not isinstance(messages, str):  # written by an older release
-            continue
         said = [message["content"] for message in json.loads(messages) if message["role"] == "user"]
         if said and isinstance(said[0], str):
             found[prompt] = said[0]
@@ -479,7 +477,7 @@ def exported_config(
     run: Run, version: int, folder: Path, changes: Mapping[str, object], overrides: Sequence[str]
 ) -> RunConfig:
     """Export a snapshot to `folder`, and return the run's config with that model and with changes."""
-    # reset keys that only training uses: an older run may have values that are not valid any more
+    # reset keys that only training uses
     needed: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
     if run.config.rollout.engine == "server":  # the server may not have the weights of this snapshot
         needed["rollout.engine"] = "hf"

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from ratchet.flows.shown_metrics import shown_in
+from ratchet.flows.shown_metrics import REPORT, shown_in
 from ratchet.infra.progress import note
 from ratchet.infra.runs.listing import State, state_of
 from ratchet.infra.runs.run import OnDamage, Run
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.records import Fork, StageCommit
-from ratchet.infra.store.run_store import REPORT, VALIDATE
+from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.metrics import VALIDATION, current
+from ratchet.rlhf.metrics import VALIDATION
 from ratchet.rlhf.models.tokenizers import reading_tokenizer
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _open_validation(run: Run, damaged: OnDamage) -> list[Metrics]:
     if not isinstance(validation, StageCommit):
         return []
     try:
-        return [{"iteration": run.state.iteration, **current(run.store.manifest(validation).metrics)}]
+        return [{"iteration": run.state.iteration, **run.store.manifest(validation).metrics}]
     except Corrupt as damage:
         damaged(damage)
         return []

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from pydantic import Field
 
 from ratchet.infra.execution.stopping import Stopped, Stopping
 from ratchet.infra.store.clock import born, is_same
@@ -32,12 +31,12 @@ INTERVAL_S = 5.0
 class Beat(Stored):
     """The stored heartbeat: the driver's term and process, and a counter that grows with every beat."""
 
-    term: int = Field(alias="epoch")
+    term: int
     host: str
     boot: str
     pid: int
-    born: float = -1.0
-    """See `clock.born`. Beats of older releases lack it, so their drivers seem dead; fencing keeps that safe."""
+    born: float
+    """See `clock.born`."""
     count: int
     stopped: bool = False
     failure: str | None = None

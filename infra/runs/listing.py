@@ -19,7 +19,7 @@ from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import Fork, ObjectRef, StageCommit
 from ratchet.infra.store.run_store import VALIDATE, RunStore
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.metrics import VALIDATION, current, validation_scores
+from ratchet.rlhf.metrics import VALIDATION, validation_scores
 
 READERS = 16
 """Threads that read, so that a remote store's latency adds up less."""
@@ -162,7 +162,7 @@ def validations(run: Run) -> dict[int, dict[str, float]]:
         run: the run.
 
     Returns:
-        The metrics of each validation by iteration, in order, by today's names.
+        The metrics of each validation by iteration, in order.
 
     Raises:
         Corrupt: an index or a manifest is missing or damaged.
@@ -172,7 +172,7 @@ def validations(run: Run) -> dict[int, dict[str, float]]:
     metrics = {iteration: dict(_validation(url, ref)) for iteration, ref in enumerate(refs)}
     committed = state.stages.get(VALIDATE)
     if isinstance(committed, StageCommit):
-        metrics[state.iteration] = _of_validation(current(run.store.manifest(committed).metrics))
+        metrics[state.iteration] = _of_validation(run.store.manifest(committed).metrics)
     return {iteration: row for iteration, row in metrics.items() if row}
 
 

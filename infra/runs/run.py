@@ -24,7 +24,6 @@ from ratchet.rlhf import consent
 from ratchet.rlhf.config import RunConfig, RunSection, stored_config
 from ratchet.rlhf.config.published import published_text
 from ratchet.rlhf.errors import RatchetError, UserError, counted, reached
-from ratchet.rlhf.metrics import current
 from ratchet.rlhf.schema import TRAJECTORY, trajectory_of
 
 if TYPE_CHECKING:
@@ -328,8 +327,7 @@ class Run:
             damaged: called with each error of a missing or damaged object.
 
         Returns:
-            One row per iteration, with the column `iteration` and one column per metric that any of them has, by
-            today's names.
+            One row per iteration, with the column `iteration` and one column per metric that any of them has.
 
         Raises:
             Corrupt: an object is missing or damaged, unless `damaged` handles it.
@@ -363,10 +361,7 @@ class Run:
             Corrupt: an object is missing or damaged.
         """
         index = self.store.log.load_index(closed)
-        if index.metric_values or index.metrics is None:
-            return {"iteration": index.iteration, **current(index.metric_values)}
-        [row] = self.store.read_shard(index.metrics).to_pylist()  # indexes of older releases hold no values
-        return current(row)
+        return {"iteration": index.iteration, **index.metric_values}
 
     def progress(self, iteration: int) -> dict[str, str]:
         """The progress of an iteration's stages.
@@ -611,6 +606,6 @@ class Run:
         if not refs:
             return None
         shards = [self.store.read_shard(ref, columns) for ref in refs]
-        table = pa.concat_tables(shards, promote_options="default")  # files of older releases may lack columns
+        table = pa.concat_tables(shards, promote_options="default")  # a file may lack columns
         frame: pd.DataFrame = table.to_pandas(maps_as_pydicts="strict")
         return frame

@@ -49,7 +49,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class FileTable:
-    """Data files as one table. Columns that a file of an older release lacks are null."""
+    """Data files as one table. Columns that a file lacks are null."""
 
     name: str
     schema: pa.Schema

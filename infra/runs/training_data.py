@@ -120,7 +120,6 @@ class Reason(StrEnum):
 
     BRANCH = "trajectories: earlier branches of an agent's conversation"
     NOT_SCORED = "trajectories: failed, without a score"
-    NO_MESSAGES = "trajectories: of an older release, without messages"
     TURNS = "trajectories: several turns, or calls of tools"
     CUT_OFF = "groups: every answer is cut off"
     MIN_SCORE = "groups: no whole answer has the smallest score"
@@ -238,9 +237,6 @@ def groups_of(
     for trajectory in last_branches.values():
         if isinstance(trajectory["rollout_error"], str) or isinstance(trajectory["reward_error"], str):
             left_out[Reason.NOT_SCORED] += 1
-            continue
-        if not isinstance(trajectory["messages"], str):
-            left_out[Reason.NO_MESSAGES] += 1
             continue
         messages = _messages(trajectory)
         if messages is None:

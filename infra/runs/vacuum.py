@@ -103,18 +103,11 @@ class Reached:
         Raises:
             Corrupt: a record, or a manifest that it names, is missing or damaged.
         """
-        keys = self.store.objects.list("")
-        newest: Record | None = None
-        for record in self._chain.read(last_slot(keys)):
+        for record in self._chain.read(last_slot(self.store.objects.list(""))):
             if isinstance(record, Broken):
                 raise _not_whole(self.store, f"{record.key} {record.what}")
             if unreadable := self.add(record):
                 raise _not_whole(self.store, f"{unreadable[0]} cannot be read")
-            newest = record
-        if newest is not None and not newest.digest:  # version 2: no later record can show that this one was changed
-            lost = sorted({ref.key for commit in newest.commits for ref in named_here(commit)} - set(keys))
-            if lost:
-                raise _not_whole(self.store, f"{lost[0]} is gone, which the newest record commits")
 
     def add(self, record: Record) -> list[str]:
         """Add the files that a record references.

@@ -1,6 +1,6 @@
 """Reading and checking the whole log from its first record, as `verify` and `vacuum` need. A resume never does this.
 
-Each record names the sha256 of the previous record; since schema version 3 it also contains its own digest.
+Each record names the sha256 of the previous record, and contains its own digest.
 """
 
 from __future__ import annotations

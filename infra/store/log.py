@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable, is_full, is_refusal, is_transient
 from ratchet.infra.store.records import (
-    READABLE,
+    SCHEMA_VERSION,
     Claim,
     Commit,
     M,
@@ -441,20 +441,20 @@ class RunLog:
 
 
 def check_version(tree: dict[str, object], name: str) -> None:
-    """Check that this release reads a stored JSON object.
+    """Check that a stored JSON object is of the current schema. Objects of older schemas are to be migrated here.
 
     Args:
         tree: the parsed object.
         name: names the object in the error message.
 
     Raises:
-        UserError: the object's schema version is unknown.
+        UserError: the object is of another schema version.
     """
     version = tree.get("schema_version")
-    if version not in READABLE:
+    if version != SCHEMA_VERSION:
         raise UserError(
-            f"{name} is of schema version {version}, and this release reads versions {READABLE[0]} to {READABLE[-1]}: "
-            "open the run with the release that wrote it"
+            f"{name} is of schema version {version}, and this release reads version {SCHEMA_VERSION}: open the run "
+            "with the release that wrote it"
         )
 
 

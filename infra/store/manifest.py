@@ -14,8 +14,7 @@ class Fingerprint(Frozen):
     """The dependencies of a stage's output, except its config.
 
     `parts` maps ``stage``, ``version``, ``iteration``, ``input.<stage>`` and ``weights.<role>`` to values or digests,
-    as well as ``dataset``, ``reward``, ``tokenizer`` and so on if the stage reads them. Before schema version 4 it also
-    held ``config.<key>`` for values that differ from the default.
+    as well as ``dataset``, ``reward``, ``tokenizer`` and so on if the stage reads them.
     """
 
     parts: dict[str, Any]
@@ -32,7 +31,7 @@ class Manifest(Frozen):
     schema_version: int = SCHEMA_VERSION
     iteration: int
     stage: str
-    term: int = Field(alias="epoch")
+    term: int
     attempt: int
     fingerprint: Fingerprint
     config: dict[str, Any]
@@ -63,8 +62,7 @@ class File(ObjectRef):
 
     bytes: int
     blocks: tuple[str, ...] = ()
-    """SHA-256 of each block of `BLOCK` bytes, so that a range can be verified; empty in checkpoints of older releases,
-    and if there is only one block."""
+    """SHA-256 of each block of `BLOCK` bytes, so that a range can be verified; empty if there is only one block."""
 
 
 class Checkpoint(Frozen):

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-SCHEMA_VERSION = 5
-READABLE = (2, 3, 4, 5)
-"""Schema versions that this release reads. Records contain their own digest from version 3 on."""
+SCHEMA_VERSION = 1
+"""Increase this when the stored form of a model changes, and let `ratchet.infra.store.log.check_version` migrate the
+older ones."""
 TRAINED = {"actor", "critic", "ema"}
 """Roles whose weights have a version per iteration; so do those of a reference that moves, by commits alone."""
 PAGE = 64
@@ -22,11 +22,9 @@ PAGE = 64
 
 
 class Stored(BaseModel):
-    """A model that is stored as JSON, where a driver's term is called ``epoch``, as in the first releases."""
+    """A model that is stored as JSON."""
 
-    model_config = ConfigDict(
-        extra="forbid", ser_json_inf_nan="constants", populate_by_name=True, serialize_by_alias=True
-    )
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
 class Frozen(Stored):
@@ -57,15 +55,9 @@ class Weights(Frozen):
     version: int
     digest: str
 
-    def is_comparable(self, other: Weights) -> bool:
-        """Whether different digests show different weights: older releases computed digests in another way."""
-        return self.digest.rpartition(":")[0] == other.digest.rpartition(":")[0]
-
 
 class Claim(Frozen):
     """A driver takes the run, which fences every older term."""
-
-    model_config = ConfigDict(extra="ignore")  # older releases wrote `shards`
 
     kind: Literal["claim"] = "claim"
     config: dict[str, Any]
@@ -76,9 +68,9 @@ class Claim(Frozen):
     ahead: int = 0
     """Number of iterations beyond the open one that the driver may generate."""
     outside: dict[str, str] = {}
-    """Digests of the stages' inputs outside the store, by name. Empty in claims of older releases."""
+    """Digests of the stages' inputs outside the store, by name."""
     versions: dict[str, int] = {}
-    """The version of each stage's code. Empty in claims of older releases."""
+    """The version of each stage's code."""
     initial: dict[str, Weights]
     """Each role's initial weights, by digest of the model's files."""
 
@@ -90,10 +82,9 @@ class ShardCommit(Frozen):
     iteration: int
     stage: str
     shard: int
-    term: int = Field(alias="epoch")
+    term: int
+    """Term of the driver that computed it; its claim tells what the shard depends on."""
     data: ShardRef
-    fingerprint: str = ""
-    """Empty since schema version 4, where the claim of the shard's term tells its dependencies."""
     seconds: float
     outputs: dict[str, JsonValue] = {}
     """Small results in addition to the rows, such as metrics."""
@@ -175,7 +166,7 @@ class Diverged(Frozen):
 class Expire(Frozen):
     """A snapshot is no longer needed; its files may be deleted."""
 
-    kind: Literal["retire"] = "retire"
+    kind: Literal["expire"] = "expire"
     version: int
 
 
@@ -190,8 +181,6 @@ class Finalize(Frozen):
 
 class OpenTerm(Frozen):
     """A term that worked on the open iteration."""
-
-    model_config = ConfigDict(extra="ignore")  # older releases wrote `shards`
 
     slot: int
     """The slot of the term's claim."""
@@ -214,7 +203,7 @@ class RunState(Stored):
     schema_version: int = SCHEMA_VERSION
     slot: int = -1
     sha256: str = ""
-    term: int = Field(0, alias="epoch")
+    term: int = 0
     claim: Claim | None = None
     iteration: int = 0
     """The open iteration; all earlier iterations are closed."""
@@ -240,9 +229,8 @@ class RunState(Stored):
     metrics: ShardRef | None = None
     """In an index: the metrics file of the iteration that it closes."""
     metric_values: dict[str, float] = {}
-    """In an index: the values in that file, so that readers need no other object. Empty in indexes of older
-    releases."""
-    open_terms: dict[int, OpenTerm] = Field({}, alias="open_epochs")
+    """In an index: the values in that file, so that readers need no other object."""
+    open_terms: dict[int, OpenTerm] = {}
     """Terms that worked on the open iteration."""
     index: ObjectRef | None = None
     """The newest index."""
@@ -410,7 +398,7 @@ class Record(Frozen):
     schema_version: int = SCHEMA_VERSION
     uuid: str
     slot: int
-    term: int = Field(alias="epoch")
+    term: int
     previous: str
     """The sha256 of the previous record; empty for the first record."""
     at: datetime
@@ -419,7 +407,7 @@ class Record(Frozen):
     """The newest index before this record, so that any record leads to an index."""
     digest: str = ""
     """The sha256 of the record without this field, so that a record verifies alone: no later record names the newest
-    record's sha256. Empty in version 2."""
+    record's sha256."""
 
     def to_bytes(self) -> bytes:
         """Write the stored form, with the digest at its end.
@@ -444,9 +432,8 @@ class Record(Frozen):
             ValueError: the bytes are not a record, or were changed.
         """
         record = cls.model_validate_json(data)
-        sealed = record.digest or record.schema_version > 2
         size = len(_seal(b""))
-        if sealed and data[-size:] != _seal(data[:-size] + b"}"):
+        if data[-size:] != _seal(data[:-size] + b"}"):
             raise ValueError(f"record {record.slot} was changed after it was written")
         return record
 

@@ -40,7 +40,7 @@ from ratchet.infra.store.records import (
     named_here,
     sha256_of,
 )
-from ratchet.rlhf.metrics import VALIDATION, current, validation_scores
+from ratchet.rlhf.metrics import VALIDATION, validation_scores
 from ratchet.rlhf.schema import TRAJECTORY
 
 KEPT_BLOCKS = 4
@@ -376,7 +376,7 @@ class RunStore:
             columns: the columns to read, in this order; None for all columns of the file.
 
         Returns:
-            The rows. Columns that are not in the file, because it was written by an older release, are null.
+            The rows. Columns that are not in the file are null.
         """
         file = pq.ParquetFile(pa.BufferReader(read_verified(self.objects, ref)))
         stored_columns = file.schema_arrow.names
@@ -430,11 +430,11 @@ class RunStore:
             version: the number of iterations after which to look at the weights.
 
         Returns:
-            The values by today's names. Empty if the weights were not validated.
+            The values by name. Empty if the weights were not validated.
         """
         state = self.iteration_state(version)
         commit = state.stages.get(VALIDATE)
-        metrics = current(self.manifest(commit).metrics if isinstance(commit, StageCommit) else state.metric_values)
+        metrics = self.manifest(commit).metrics if isinstance(commit, StageCommit) else state.metric_values
         return {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
 
     def index_of(self, iteration: int) -> ObjectRef:

@@ -15,7 +15,7 @@ from ratchet.infra.store.run_store import RunStore, is_call_file
 from ratchet.infra.workers.call_log import recorded_of
 from ratchet.infra.workers.calls import C, Call, Experience, ExpertExperience, ReplayedAnswer
 from ratchet.infra.workers.resources import Resources
-from ratchet.infra.workers.rollouts import Journaled, newest, of_this_release
+from ratchet.infra.workers.rollouts import Journaled, newest
 from ratchet.rlhf.batch import TrajectoryBatch
 
 
@@ -80,6 +80,6 @@ class CallInputs:
                     note(f"generation restarts without a journal: {damage}")
                 else:
                     (answers if is_call_file(part.key) else written).extend(rows)
-            journaled = Journaled(newest(of_this_release(written)), recorded_of(answers))
+            journaled = Journaled(newest(written), recorded_of(answers))
             self._last_journal = call.journal, journaled
         return journaled

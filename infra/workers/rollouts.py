@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -21,19 +21,6 @@ if TYPE_CHECKING:
 
 Generated = tuple[ShardKey, str]
 """A shard, and the id of one of its trajectories."""
-
-
-def of_this_release(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Convert the rows of a journal that may be of an older release.
-
-    Older releases kept the sum of a trajectory's rewards instead of the reward of each turn. A trajectory whose
-    environment has answered is therefore left out: it begins again.
-    """
-    for row in rows:
-        if "turn_rewards" in row:
-            yield {"tool_error": None, **row}
-        elif not row["answered"]:
-            yield {**row, "turn_rewards": [], "tool_error": None}
 
 
 def newest(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -13,7 +13,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ratchet.rlhf.config.older import GONE, NEEDLESS, RENAMED, with_new_names
 from ratchet.rlhf.errors import UserError
 
 M = TypeVar("M", bound=BaseModel)
@@ -47,14 +46,12 @@ def overridden(tree: dict[str, Any], overrides: Iterable[str], model: type[BaseM
         UserError: an override is not one.
     """
     changes: list[tuple[str, Any]] = []
-    for change in map(_change, overrides):
-        if change is None:
-            continue
+    for section, value in map(_change, overrides):
         position = len(changes)
-        if isinstance(change[1], str) and _shorthand(model, change[0]) is not None:
-            inside = (index for index, (key, _) in enumerate(changes) if key.startswith(f"{change[0]}."))
+        if isinstance(value, str) and _shorthand(model, section) is not None:
+            inside = (index for index, (key, _) in enumerate(changes) if key.startswith(f"{section}."))
             position = next(inside, position)
-        changes.insert(position, change)
+        changes.insert(position, (section, value))
     for key, value in changes:
         _write_out(tree, key, model)
         set_value(tree, key, value)
@@ -93,36 +90,16 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     return models_in(annotation)
 
 
-def _change(override: str) -> tuple[str, Any] | None:
-    """The key and the value of an override; None if the key has no effect any more."""
+def _change(override: str) -> tuple[str, Any]:
+    """The key and the value of an override."""
     key, equals, text = override.partition("=")
     key = re.sub(r"^\+{1,2}", "", key)
     if not equals or not key:
         raise UserError(f"{override!r} is not an override: write key.subkey=value, such as actor.lr=1e-5")
     try:
-        value = plain_value(text)
+        return key, plain_value(text)
     except yaml.YAMLError:
         raise UserError(f"{override!r}: {text!r} is not a YAML value") from None
-    single: dict[str, Any] = {}
-    set_value(single, key, value)
-    value, key = renamed(single, override), RENAMED.get(key, key)
-    if key in NEEDLESS:
-        return None
-    for part in key.split("."):
-        value = value[part]
-    return key, value
-
-
-def renamed(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Convert a config to today's keys; see `with_new_names`.
-
-    Raises:
-        UserError: a key has both its old and its new name; the line starts with `where`.
-    """
-    try:
-        return with_new_names(tree)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def validated(model: type[M], tree: Mapping[str, Any], where: str, context: object = None) -> M:
@@ -227,7 +204,7 @@ def plain_value(text: str) -> Any:
 def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseModel]) -> dict[str, str]:
     """What is wrong and how to fix it, by key: an unknown section has a line for each key that another program has."""
     key = _key(problem["loc"], tree)
-    if problem["type"] == "extra_forbidden" and key not in GONE and "rollout" in model.model_fields:
+    if problem["type"] == "extra_forbidden" and "rollout" in model.model_fields:
         from ratchet.rlhf.config.counterparts import SOURCES, answers  # only errors need the tables
 
         foreign = answers(key, problem["input"], tuple(model.model_fields), SOURCES)
@@ -250,8 +227,6 @@ def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str
         return f"{key}.type is missing: set it"
     if problem["type"] == "union_tag_invalid":
         return f"{key}.type is {problem['ctx']['tag']!r}: input should be one of {problem['ctx']['expected_tags']}"
-    if problem["type"] == "extra_forbidden" and key in GONE:
-        return f"{key} is not a key of the config any more: {GONE[key]}"
     if problem["type"] == "extra_forbidden" and key in REFUSED:
         return f"{key} is not supported: {REFUSED[key]}"
     if problem["type"] == "extra_forbidden":

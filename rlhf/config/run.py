@@ -11,9 +11,7 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.incompatibilities import incompatible
-from ratchet.rlhf.config.older import RENAMED, as_of_today, with_new_names
-from ratchet.rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated
-from ratchet.rlhf.config.rollouts import generates_stale, generates_with_other_rounding
+from ratchet.rlhf.config.reading import overridden, read_yaml, set_value, validated
 from ratchet.rlhf.config.sections import (
     NULL_IS_OFF,
     ActorConfig,
@@ -100,14 +98,9 @@ class RunConfig(Section):
             return tree
         algorithm = tree.get("algorithm") or {}
         is_left_out = isinstance(algorithm, dict) and algorithm.get("rollout_correction") is None
-        if is_left_out and (generates_stale(tree) or generates_with_other_rounding(tree)):
+        if is_left_out and (_generates_stale(tree) or _generates_with_other_rounding(tree)):
             return {**tree, "algorithm": {**algorithm, "rollout_correction": {"weights": {}}}}
         return tree
-
-    @model_validator(mode="before")  # pydantic runs the last "before" validator first
-    @classmethod
-    def _old_names(cls, tree: Any) -> Any:
-        return with_new_names(tree) if isinstance(tree, Mapping) else tree
 
     @property
     def iterations(self) -> int:
@@ -305,16 +298,16 @@ class RunConfig(Section):
         return validated(RunConfig, overridden(self._with(values), overrides, RunConfig), "config")
 
     def as_committed(self, values: Mapping[str, Any]) -> RunConfig:
-        """This config with the values that a stage was committed with, by this release or an older one.
+        """This config with the values that a stage was committed with.
 
         Combinations are not checked, because the stage has only its own keys.
         """
-        return validated(RunConfig, as_of_today(self._with(values)), "config", ALLOW_INCOMPATIBLE)
+        return validated(RunConfig, self._with(values), "config", ALLOW_INCOMPATIBLE)
 
     def _with(self, values: Mapping[str, Any]) -> dict[str, Any]:
         tree = self.model_dump(mode="json")
         for key, value in values.items():
-            set_value(tree, RENAMED.get(key, key), value)
+            set_value(tree, key, value)
         return tree
 
 
@@ -324,8 +317,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises:
         UserError: the config is invalid; a line per mistake names the key and the fix.
     """
-    tree = renamed(read_yaml(path), str(path))
-    return parse_config(overridden(tree, overrides, RunConfig), str(path))
+    return parse_config(overridden(read_yaml(path), overrides, RunConfig), str(path))
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
@@ -338,8 +330,26 @@ def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
 
 
 def stored_config(tree: Mapping[str, Any], where: str) -> RunConfig:
-    """Read a config that a driver of this release or an older one stored.
+    """Read a config that a driver stored.
 
-    Combinations are not checked here: a run that this release would refuse to start stays readable.
+    Combinations are not checked here: a run that could not be started today stays readable.
     """
-    return validated(RunConfig, as_of_today(tree), where, ALLOW_INCOMPATIBLE)
+    return validated(RunConfig, tree, where, ALLOW_INCOMPATIBLE)
+
+
+def _generates_stale(tree: Mapping[str, Any]) -> bool:
+    """Tell whether a config lets trajectories be older than the weights that they train."""
+    mode = _section(tree, "rollout").get("mode", "sync")
+    return bool(mode != "sync") or _section(tree, "data").get("replay") is not None
+
+
+def _generates_with_other_rounding(tree: Mapping[str, Any]) -> bool:
+    """Tell whether a config generates with another program than the trainer's, in less than float32."""
+    rollout, model = _section(tree, "rollout"), _section(tree, "model")
+    is_rounded = model.get("dtype") != "float32" or rollout.get("quantization") is not None
+    return rollout.get("engine") in ("vllm", "server") and is_rounded
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}

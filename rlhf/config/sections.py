@@ -828,7 +828,7 @@ class CheckpointConfig(Section):
     on_replay_mismatch: Literal["auto", "stop", "continue"] = Field(
         "auto",
         description="a replayed update gives other weights: stop, continue, or auto: stop on a CPU, and with "
-        "run.deterministic on a GPU, unless an older release rounded differently",
+        "run.deterministic on a GPU",
     )
 
 

@@ -67,12 +67,12 @@ class Prompt:
         return any("tool_calls" in message for message in self.messages)
 
 
-def structures(ground_truth: str | None, is_json: bool | None, extra_info: str) -> tuple[Any, Any]:
+def structures(ground_truth: str | None, is_json: bool, extra_info: str) -> tuple[Any, Any]:
     """Decode a prompt's ground truth and `extra_info` for a reward or an environment.
 
     Args:
         ground_truth: text or JSON; None if there is none.
-        is_json: whether `ground_truth` is JSON; None, in trajectories of older releases, means text.
+        is_json: whether `ground_truth` is JSON.
         extra_info: JSON.
 
     Returns:
@@ -82,19 +82,16 @@ def structures(ground_truth: str | None, is_json: bool | None, extra_info: str) 
     return truth, json.loads(extra_info) or {}
 
 
-def original(messages: str | None, is_text: bool | None) -> str | Messages:
+def original(messages: str, is_text: bool) -> str | Messages:
     """Decode a prompt for a reward.
 
     Args:
-        messages: JSON; a system message may precede a prompt that is a text. None, in trajectories of the first
-            releases, gives an empty text.
-        is_text: whether the dataset has the prompt as a text; None, in trajectories of older releases, means no.
+        messages: JSON; a system message may precede a prompt that is a text.
+        is_text: whether the dataset has the prompt as a text.
 
     Returns:
         The text, or the messages.
     """
-    if messages is None:
-        return ""
     decoded: Messages = json.loads(messages)
     return decoded[-1]["content"] if is_text else decoded
 

@@ -42,7 +42,5 @@ def compute_score(
     style = extra_info.get("reward_style") if isinstance(extra_info, dict) else None
     if (problem := problem_of(data_source, style)) is not None:
         raise ValueError(problem)
-    name = reward_of(data_source, style)
-    module = importlib.import_module(f"ratchet.rlhf.rewards.{name}")
-    begun = {} if name == "countdown" else {"prompt_tail": prompt_tail}  # no template opens its <answer>
-    return module.compute_score(data_source, solution_str, ground_truth, extra_info, **begun)
+    module = importlib.import_module(f"ratchet.rlhf.rewards.{reward_of(data_source, style)}")
+    return module.compute_score(data_source, solution_str, ground_truth, extra_info, prompt_tail=prompt_tail)

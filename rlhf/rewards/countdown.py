@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeGuard
 
+from ratchet.rlhf.rewards.functions import continued
+
 MAX_LENGTH = 512
 MAX_DEPTH = 32
 MAX_DIGITS = 18
@@ -54,12 +56,16 @@ class Answer(NamedTuple):
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Mapping[str, Any] | str, extra_info: Any = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: Mapping[str, Any] | str,
+    extra_info: Any = None,
+    prompt_tail: str = "",
 ) -> dict[str, float]:
     """Score one response; `ground_truth` is `{"target": int, "numbers": [int, ...]}` or its JSON text."""
     target, numbers = _problem(ground_truth)
     try:
-        answer = parse(last_answer(solution_str))
+        answer = parse(last_answer(continued(solution_str, prompt_tail, OPEN)))
     except Malformed:
         return {"score": 0.0, "well_formed": 0.0}
     return {"score": float(_is_correct(answer, target, numbers)), "well_formed": 1.0}

@@ -599,8 +599,6 @@ class ModelEngine(InferenceEngine, ABC):
         unread, weights = dict(stored.weights), {}
         for name, shape in shapes.items():
             keys = [tensor.name for tensor in self.layout[name]]
-            if not unread.keys() >= set(keys):
-                keys = [name]  # older releases wrote the model's own names and shapes
             assert unread.keys() >= set(keys), f"not a checkpoint of this model: it lacks {keys[0]}"
             weights[name] = StoredTensor.joined([unread.pop(key) for key in keys], shape)
         assert not unread, f"not a checkpoint of this model: it has {', '.join(unread)}"

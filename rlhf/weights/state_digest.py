@@ -21,7 +21,7 @@ from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 KIND = "sum64"
-"""How digests of this kind begin; those of older releases are a bare SHA-256 of gathered tensors."""
+"""How the digests begin."""
 CHUNK = {"cpu": 2**15, "cuda": 2**24}
 """Elements that are hashed at once: on a CPU they stay in its cache."""
 MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)

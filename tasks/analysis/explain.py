@@ -89,7 +89,7 @@ def _stage(run: Run, iteration: int, manifest: Manifest, described: set[str]) ->
         packages = ", ".join(f"{name} {release}" for name, release in claim.packages.items())
         details.append(f"by {claim.host}, {claim.threads} threads, code {claim.code[:16]}, {packages}")
     for name, value in parts.items():
-        if not name.startswith(("config.", "input.", "stage", "version", "rounding", "deterministic", "iteration")):
+        if not name.startswith(("input.", "stage", "version", "deterministic", "iteration")):
             details.append(f"{name} = {value}")
     details += [f"config.{key} = {value}" for key, value in manifest.config.items()]
     sources = run.store.manifests(iteration)

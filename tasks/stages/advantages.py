@@ -20,7 +20,6 @@ from ratchet.rlhf.algorithms.kl import AdaptiveCoefficient, Controller, Estimato
 from ratchet.rlhf.algorithms.rollout_correction import off_policy_metrics
 from ratchet.rlhf.batch import TrajectoryBatch, unpadded
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.tasks.branches import last_branches, trajectory_index
@@ -75,7 +74,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         parts = _reward_parts(batch, estimator.parts if isinstance(estimator, GDPO) else ())
         inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in parts.items()}
     if "turns" in estimator.needs:
-        inputs["turns"], inputs["states"] = _turns_and_states(batch, estimator.type)
+        inputs["turns"], inputs["states"] = _turns_and_states(batch)
     for name in ("values", "entropy"):
         if name in batch:
             inputs[name] = batch.padded(name).double()
@@ -170,8 +169,7 @@ def _token_rewards(
     """Per-token rewards, metrics, and the state of the KL controller.
 
     The score goes to the tokens in `token_scores`, and the rest of it, with the length penalty, to the last token that
-    the model wrote. The KL penalty is subtracted at every token. A trajectory that an older release scored has no
-    `token_scores` of its turns, perhaps beside others of the iteration that have them.
+    the model wrote. The KL penalty is subtracted at every token.
 
     Args:
         context: The batch, the config and the controllers' state before this iteration.
@@ -248,10 +246,8 @@ def _rollout_correction(
 
 
 def _by_expert(batch: TrajectoryBatch) -> torch.Tensor:
-    """Whether an expert wrote the response, bool, shape (batch,); older releases do not say, and had none."""
-    if "by_expert" not in batch:
-        return torch.zeros(len(batch), dtype=torch.bool)
-    return torch.tensor([bool(by_expert) for by_expert in batch.list("by_expert")], dtype=torch.bool)
+    """Whether an expert wrote the response, bool, shape (batch,)."""
+    return torch.tensor(batch.list("by_expert"), dtype=torch.bool)
 
 
 def _expert_metrics(
@@ -280,26 +276,17 @@ def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, to
     return {"score": _doubles(batch, "score"), **parts}
 
 
-def _turns_and_states(batch: TrajectoryBatch, advantage: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _turns_and_states(batch: TrajectoryBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Tell which turn each token belongs to, and what the policy had read right before that turn.
 
     Args:
         batch: The trajectories.
-        advantage: The estimator that needs them, for the error.
 
     Returns:
         The number of the token's turn in its trajectory, and a number for the text that the turn follows: the
         environment's answer to the turn before, or the prompt. Tokens of the environment belong to the turn that
         follows them. Both int64, shape (batch, response).
-
-    Raises:
-        UserError: if an older release generated the trajectories.
     """
-    if batch.array("turn_ends").null_count:
-        raise UserError(
-            "these trajectories were generated before the rewards and ends of their turns were stored, so "
-            f"algorithm.advantage {advantage} cannot use them: generate them again, or choose another advantage"
-        )
     lengths = batch.lengths("response_mask")
     turns = np.zeros((len(batch), lengths.max(initial=0)), dtype=np.int64)
     states = np.zeros_like(turns)
@@ -398,5 +385,4 @@ ADVANTAGES = RowsStage(
     compute=advantages,
     summary=ShardSummary,
     sharded=False,
-    version=2,
 )

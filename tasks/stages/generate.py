@@ -106,7 +106,7 @@ class GenerateConfig(StageConfig):
 class GenerateSummary(ShardSummary):
     tokens: int
     oldest_version: int | None = None
-    """The oldest version of the policy that drew any of the tokens; None: an older release, or there are no tokens."""
+    """The oldest version of the policy that drew any of the tokens; None: there are no tokens."""
     errors: int = 0
     tool_errors: int = 0
     conversations: int = 0

@@ -121,5 +121,4 @@ GREEDY_BASELINE = RowsStage(
     metrics=greedy_errors,
     outside=("reward", "tokenizer"),
     role="rollout",
-    version=2,
 )

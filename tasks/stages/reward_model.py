@@ -10,7 +10,6 @@ import numpy as np
 from ratchet.infra.workers.calls import C, Context, ShardOutput, ShardSummary
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.rlhf.train.reward_engine import text_lengths
@@ -51,19 +50,11 @@ def model_scores(context: Context[C], config: RewardModelStageConfig, batch: Tra
         `model_score`, a number per trajectory (0 if its environment failed), and `model_token_scores`: for a process
         reward model, float32 arrays of the lengths of the responses, where the score of a step is at its last token;
         otherwise None.
-
-    Raises:
-        UserError: if an older release generated the trajectories and did not store their messages.
     """
     complete = is_complete(batch)
     if not complete.all():
         return _spread(model_scores(context, config, batch.take(np.flatnonzero(complete))), batch, complete)
     engine = context.engines.reward_model()
-    if batch.array("messages").null_count:
-        raise UserError(
-            "these trajectories were generated before their messages were stored, so a reward model cannot read "
-            "them: generate them again"
-        )
     messages = [json.loads(text) for text in batch.list("messages")]
     dialogues = list(zip(messages, batch.list("response"), strict=True))
     if config.kind == "outcome":

@@ -71,7 +71,7 @@ class ScoreSummary(ShardSummary):
     sum_of_scores: float
     scored: int
     extremes: tuple[float, float] | None = None
-    """The smallest and the largest score; None: nothing was scored, or an older release scored it."""
+    """The smallest and the largest score; None: nothing was scored."""
     errors: int = 0
     prompts_that_differ: int = 0
 
@@ -111,10 +111,9 @@ def score_metrics(summaries: Sequence[ScoreSummary]) -> dict[str, float]:
     if count:
         mean = sum(shard.sum_of_scores for shard in summaries) / count
         metrics |= {"reward/mean": mean, "critic/score/mean": mean}
-    ends = [shard.extremes for shard in summaries if shard.scored]
-    known = [end for end in ends if end is not None]
-    if known and len(known) == len(ends):
-        metrics |= {"critic/score/min": min(known)[0], "critic/score/max": max(high for _, high in known)}
+    ends = [shard.extremes for shard in summaries if shard.extremes is not None]
+    if ends:
+        metrics |= {"critic/score/min": min(ends)[0], "critic/score/max": max(high for _, high in ends)}
     return metrics
 
 
@@ -198,7 +197,7 @@ def _check_errors(
 def _turn_scores(batch: TrajectoryBatch) -> Iterator[np.ndarray | None]:
     """The rewards of each trajectory's turns at the last token of each turn, as arrays of the lengths of the responses.
 
-    None without an environment, and if an older release, which kept only their sum, generated the trajectory.
+    None without an environment.
     """
     if "turn_rewards" not in batch:
         return
@@ -217,7 +216,7 @@ def _turn_scores(batch: TrajectoryBatch) -> Iterator[np.ndarray | None]:
 
 
 def _trajectories(batch: TrajectoryBatch, iteration: int) -> list[Trajectory]:
-    """What the reward functions receive. Greedy answers, and trajectories of older releases, lack some columns."""
+    """What the reward functions receive. Greedy answers lack some columns."""
     trajectories: list[Trajectory] = []
     names = ("trajectory_id", *REWARD_READS)
     values = [batch.list(name) if name in batch else [None] * len(batch) for name in names]
@@ -242,7 +241,7 @@ def _trajectories(batch: TrajectoryBatch, iteration: int) -> list[Trajectory]:
                     "response_length": None if mask is None else sum(mask),
                 },
                 response_ids=row["response_ids"],
-                prompt_tail=(row["prompt"] or "")[-TAIL_CHARACTERS:],
+                prompt_tail=row["prompt"][-TAIL_CHARACTERS:],
             )
         )
     return trajectories

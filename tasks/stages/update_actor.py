@@ -87,5 +87,4 @@ UPDATE_ACTOR = UpdateStage(
     compute=update_actor,
     skipped=skipped,
     role="actor",
-    version=2,
 )

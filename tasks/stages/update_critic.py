@@ -43,5 +43,4 @@ UPDATE_CRITIC = UpdateStage(
     },
     compute=update_critic,
     role="critic",
-    version=2,
 )

@@ -76,8 +76,8 @@ class ValidateSummary(ShardSummary):
     errors: int = 0
     rollout_errors: int = 0
     tool_errors: int = 0
-    n: int = 1
-    """Answers per prompt; older releases did not store it."""
+    n: int
+    """Answers per prompt."""
 
 
 def shards_of(driver: Driver) -> int:

@@ -89,7 +89,7 @@ def test_a_snapshot_is_deleted_when_the_record_that_retires_it_is_there(
     in_background: bool, config: RunConfig, processes: Processes
 ) -> None:
     changed = config.with_values({"checkpoint.background": in_background})
-    killed = processes.train(changed, Fault("create", '{"kind":"retire"', "before"))
+    killed = processes.train(changed, Fault("create", '{"kind":"expire"', "before"))
     assert killed.wait() == -signal.SIGKILL
     history = History.of(changed)
     assert history.state.snapshots

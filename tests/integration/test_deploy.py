@@ -9,14 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
-from prefect.automations import AutomationCore, EventTrigger, Posture
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -24,10 +22,8 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterDeploymentId,
 )
-from prefect.events.actions import DoNothing
 from prefect.exceptions import PrefectHTTPStatusError
 
-from ratchet.flows.deploy import FORMER_AUTOMATIONS
 from ratchet.flows.train import train
 from ratchet.rlhf.config import RunConfig
 from tests import tiny
@@ -72,13 +68,7 @@ def deploy(config: RunConfig, folder: Path, *options: str) -> None:
 def test_a_deployed_run_survives_its_process(
     config: RunConfig, worker: str, prefect_server: str, tmp_path: Path
 ) -> None:
-    with SyncPrefectClient(prefect_server) as client:  # as an older release left them
-        never = EventTrigger(expect={"never"}, posture=Posture.Reactive, within=timedelta(0))
-        for name in FORMER_AUTOMATIONS:
-            client.create_automation(AutomationCore(name=name, trigger=never, actions=[DoNothing()]))
     deploy(config, tmp_path, "--pool", worker, "--cron", "0 3 29 2 *")
-    with SyncPrefectClient(prefect_server) as client:
-        assert not [found for name in FORMER_AUTOMATIONS for found in client.read_automations_by_name(name)]
     before = automations(prefect_server)
     deploy(config, tmp_path, "--pool", worker, "--cron", "0 4 29 2 *")  # again: it takes the place of the first
     assert len(before) == 2

@@ -28,7 +28,7 @@ from ratchet.infra.store.run_store import VALIDATE, RunStore
 from ratchet.rlhf.errors import UserError
 from ratchet.tasks.analysis.plan import fork_run
 from tests import tiny
-from tests.integration.test_stored_runs import STORED
+from tests.stored import STORED
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ def test_runs_are_listed(store: Path) -> None:
 
 
 @pytest.mark.promise
-def test_validations_of_older_releases_have_todays_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_validation_of_an_open_iteration_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`old` has closed the iteration that begins with its validation; in `fork` that iteration is open."""
-    shutil.copytree(STORED / "schema-3", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(STORED, tmp_path, dirs_exist_ok=True)
     store = tmp_path / "runs"
     store.mkdir()
     shutil.move(tmp_path / "run", store / "old")

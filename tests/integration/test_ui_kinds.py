@@ -12,7 +12,6 @@ from playwright.sync_api import Browser, Page
 from ratchet.infra.runs.run import open_run
 from tests.browser import live, opened, visit, wait_until
 from tests.integration.test_listing import validated
-from tests.integration.test_stored_runs import STORED
 
 CURVES = """Object.fromEntries([...document.querySelectorAll("#curves .chart")].map(place =>
     [place.parentElement.querySelector("h3").textContent, place.chart.data.map(values => [...values])]))"""
@@ -172,22 +171,6 @@ def test_an_iteration_without_its_index_is_missing_from_the_curves(page: Page, d
         wait_until(page, f"{LISTED}.length === 16")
         assert {trajectory[:8] for trajectory in page.evaluate(LISTED)} == {"it000000", "it000002"}
         assert f"{key} is gone" in page.inner_text("#left-out")
-
-
-@pytest.mark.parametrize(("damage", "says"), [(Path.unlink, "is gone"), (truncate, "is damaged")])
-def test_metrics_that_cannot_be_read_leave_the_rest(
-    page: Page, tmp_path: Path, damage: Callable[[Path], object], says: str
-) -> None:
-    """A run of an older release, whose metrics are in no other place than the metrics files."""
-    shutil.copytree(STORED / "schema-2" / "run", tmp_path / "old")
-    key = "metrics/iteration=000000.1-0.parquet"
-    damage(tmp_path / "old" / key)
-    with live(page, f"file://{tmp_path}") as url:
-        visit(page, url)
-        assert "damaged" in row_of(page, "old") and f"{key} {says}" in row_of(page, "old")
-        assert f"{key} {says}" in page.inner_text("#damages")
-        wait_until(page, f"{LISTED}.length === 8")
-        assert page.inner_text("#curves") == "no metrics of a closed iteration"
 
 
 def test_a_log_that_cannot_be_read_is_named_and_hides_no_other_run(browser: Browser, damaged: Path) -> None:

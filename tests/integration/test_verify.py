@@ -50,7 +50,6 @@ def run(config: RunConfig) -> Path:
     return Path(config.run.store.removeprefix("file://")) / "run"
 
 
-STORED = Path(__file__).parents[1] / "data" / "stored" / "schema-2" / "run"
 Ratchet = Callable[..., tuple[int, str]]
 
 
@@ -82,14 +81,10 @@ def closing(run: Path) -> Path:
     return next(path for path in records(run) if b'"kind":"close"' in path.read_bytes())
 
 
-@pytest.fixture(params=["of version 2", "of today"])
-def closed(request: pytest.FixtureRequest, run: Path, ratchet: Ratchet) -> Path:
-    """A run of several iterations; one whose records have no digests of their own, as an older release wrote them."""
-    if request.param == "of version 2":
-        shutil.rmtree(run)
-        shutil.copytree(STORED, run)
-    else:
-        assert ratchet("resume", "run")[0] == 0
+@pytest.fixture
+def closed(run: Path, ratchet: Ratchet) -> Path:
+    """A run of several iterations."""
+    assert ratchet("resume", "run")[0] == 0
     return run
 
 
@@ -109,23 +104,6 @@ def test_vacuum_deletes_nothing_if_one_byte_of_the_log_is_not_as_it_was(ratchet:
     code, text = ratchet("vacuum", "run")
     assert code == 0, text
     assert not open_run(f"file://{closed}").metrics().empty
-
-
-def test_of_an_old_log_the_newest_record_is_checked_by_what_it_names(ratchet: Ratchet, run: Path) -> None:
-    shutil.rmtree(run)
-    shutil.copytree(STORED, run)
-    newest = next(path for path in reversed(records(run)) if b'"kind":"shard"' in path.read_bytes())
-    for path in records(run):
-        if path > newest:
-            path.unlink()
-    assert "part-0000" in newest.read_text()
-    newest.write_text(newest.read_text().replace("part-0000", "part-0003"))
-    before = files(run)
-    code, text = ratchet("vacuum", "run")
-    assert code == 1
-    assert "part-0003" in text
-    assert "nothing is deleted" in text
-    assert files(run) == before
 
 
 @pytest.mark.promise
@@ -245,14 +223,10 @@ def test_verify_finds_every_kind_of_damage_and_mends_copies(ratchet: Ratchet, ru
     assert ratchet("resume", "run")[0] == 0
 
 
-def test_verify_of_no_run_and_of_an_older_releases_run(ratchet: Ratchet, run: Path) -> None:
+def test_verify_of_no_run(ratchet: Ratchet) -> None:
     code, text = ratchet("verify", "nothing")
     assert code == 2
     assert "there is no run at" in text
-    shutil.copytree(STORED.parents[1] / "schema-1" / "run", run.parent / "old")
-    code, text = ratchet("verify", "old")
-    assert code == 2
-    assert "is of schema version 1, and this release reads versions 2 to 5" in text
 
 
 def test_a_damaged_registration_of_a_fork_is_named_and_nothing_is_deleted(ratchet: Ratchet, run: Path) -> None:

@@ -36,7 +36,7 @@ MOMENTS = (
     ("create", '{"kind":"stage"'),
     ("create", '{"kind":"close"'),
     ("create", '{"kind":"snapshot"'),
-    ("create", '{"kind":"retire"'),
+    ("create", '{"kind":"expire"'),
     ("put", "trajectories/"),
     ("put", "manifests/"),
     ("put", "checkpoints/"),

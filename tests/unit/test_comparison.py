@@ -24,7 +24,8 @@ from ratchet.infra.store.records import ShardCommit, StageCommit
 from ratchet.infra.store.run_store import VALIDATE, RunStore
 from ratchet.rlhf.errors import UserError
 from tests.padded import properties
-from tests.unit.test_reading_runs import STORE, Command, command  # noqa: F401  (a fixture)
+from tests.stored import STORED
+from tests.unit.test_reading_runs import Command, command  # noqa: F401  (a fixture)
 
 SCORES = st.lists(
     st.tuples(st.sampled_from("abcdef"), st.floats(-1, 1, width=32), st.floats(-1, 1, width=32)), min_size=1
@@ -129,7 +130,7 @@ def made(
     **changes: Any,
 ) -> Run:
     """A run whose validations have these scores, one before each iteration: real files and records, no model."""
-    stored = open_run(f"file://{STORE}/run").state.claim
+    stored = open_run(f"file://{STORED}/run").state.claim
     assert stored is not None
     config = stored.config
     for key, value in {"validation__solved_score": 1.0, **changes}.items():
@@ -281,13 +282,13 @@ def test_the_command_says_which_rewards_differ_and_what_to_do(command: Command) 
     text = '{"mine.py:score": {"strict": true}}'
     values = f"reward.function=mine.py:score 'reward.options={text}'"
     out = command("compare", "a", "b")
-    assert "A is scored by countdown + the reward model (reward.options {})\n" in out
+    assert "A is scored by the reward model (reward.options {})\n" in out
     assert f"B is scored by mine.py:score + the reward model (reward.options {text})\n" in out
     assert f"`ratchet rescore {at}/a --run a-rescored {values}`, then `ratchet compare {at}/a-rescored {at}/b`" in out
     assert f"`ratchet evaluate {at}/a reward.function=constant`" in command("compare", "a", "c")
     out = command("compare", "a", "d")
-    assert "A is scored by countdown + the reward model (code none)\n" in out
-    assert "B is scored by countdown + the reward model (code abcdef012345)\n" in out
+    assert "A is scored by the reward model (code none)\n" in out
+    assert "B is scored by the reward model (code abcdef012345)\n" in out
     again = [f"`ratchet rescore {at}/{name} --run {name}-rescored`" for name in "ad"]
     assert f"{', then '.join(again)}, then `ratchet compare {at}/a-rescored {at}/d-rescored`" in out
     made(command.folder, "e", [[0] * 8, [1, 0] * 4], code="abcdef0123456789", run__seed=1)

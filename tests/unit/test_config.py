@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -17,10 +16,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from ratchet.rlhf.algorithms import GRPO, KLPenalty
-from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.algorithms import GRPO
 from ratchet.rlhf.config import RunConfig, incompatibilities, keys, load_config, parse_config, stored_config, yaml_text
-from ratchet.rlhf.config.older import RenamedKey, changed_since
 from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -386,21 +383,6 @@ def test_another_policy_than_the_trainers_is_corrected_by_default(changes: dict[
     assert again.algorithm.rollout_correction == correction, "what is stored means the same ever after"
 
 
-def test_runs_of_older_releases_stay_uncorrected() -> None:
-    config = parse_config(MINIMAL, "here").with_values({"rollout.engine": "vllm"})
-    stored = config.model_dump(mode="json")
-    stored["algorithm"]["rollout_correction"] = None  # vllm in bfloat16 was not corrected then
-    resumed = stored_config(stored, "a claim").with_values({"train.iterations": 9})
-    assert resumed.algorithm.rollout_correction is not None
-    assert resumed.algorithm.rollout_correction.weights is None
-
-
-def test_runs_of_older_releases_may_have_any_number_of_rewards_that_fail() -> None:
-    stored = parse_config(MINIMAL, "here").model_dump(mode="json")
-    assert stored["reward"].pop("max_error_share") == 0.5
-    assert stored_config(stored, "a claim").reward.max_error_share == 1
-
-
 def test_every_key_is_documented_and_every_default_is_yaml() -> None:
     for key, kind, default, meaning in keys(RunConfig):
         assert meaning, key
@@ -472,77 +454,9 @@ def test_a_part_of_a_config_need_not_fit_the_rest() -> None:
     assert config.as_committed({"critic": None}).value("critic.model") is None
 
 
-def test_what_older_releases_stored_is_read_in_todays_keys() -> None:
-    def stored(**kl: Any) -> RunConfig:
-        tree = parse_config(MINIMAL, "here").model_dump(mode="json")
-        tree["algorithm"]["kl"] = {"in_reward": None, "in_loss": None, "controller": {"type": "fixed"}} | kl
-        return stored_config(tree, "the claim")
-
-    assert stored(estimator="k3", in_reward=0.1).algorithm.kl == KLPenalty(in_reward=0.1)
-    assert stored(estimator="k2", in_loss=0.1).algorithm.kl == KLPenalty(in_loss=0.1, loss_estimator="k2")
-    for kl, says in (
-        (
-            {"estimator": "k3", "in_reward": 0.1},
-            ["the KL in the reward k3 -> k1, the only estimator with the right gradient"],
-        ),
-        ({"estimator": "k1", "in_reward": 0.1}, []),
-        ({"estimator": "k3", "in_reward": None, "in_loss": 0.1}, []),
-        ({"loss_estimator": "k3", "in_reward": 0.1}, []),
-    ):
-        assert changed_since({"algorithm": {"kl": kl}}) == says, kl
-    once_legal = stored(estimator="k1", in_loss=0.1)
-    with pytest.raises(UserError, match="loss_estimator k1 has a gradient of 0 on average"):
-        once_legal.with_values({})
-    forked = once_legal.with_values({"run.name": "other"}, ["algorithm.kl.loss_estimator=k3"])
-    assert (forked.run.name, forked.algorithm.kl.loss_estimator) == ("other", "k3")
-
-
-def test_old_names_of_keys_still_work_and_a_note_says_the_new_ones(file: Path) -> None:
-    old = ["actor.by_turns=true", "algorithm.advantage={type: grpo, drop_flat_groups: true}"]
-    with pytest.warns(RenamedKey) as notes:
-        config = load_config(file, old)
-    assert config.actor.offload_when_idle
-    assert config.algorithm.advantage.drop_zero_std_groups
-    assert [str(note.message) for note in notes] == [
-        "actor.by_turns is called actor.offload_when_idle now: the old name still works",
-        "algorithm.advantage.drop_flat_groups is called algorithm.advantage.drop_zero_std_groups now: the old name "
-        "still works",
-    ]
-    with pytest.warns(RenamedKey, match=r"rollout\.partial_tokens has no effect any more"):
-        assert load_config(file, ["rollout.partial_tokens=64"]) == load_config(file, [])
-    tree = {**MINIMAL, "actor": {"betas": [0.5, 0.6], "weight_decay": 0.1, "optimizer": "adamw"}}
-    with pytest.warns(RenamedKey):
-        assert parse_config(tree, "here").actor.optimizer == AdamW(betas=(0.5, 0.6), weight_decay=0.1)
-    del tree["actor"]["optimizer"]
-    assert stored_config(tree, "the claim").actor.optimizer == AdamW(betas=(0.5, 0.6), weight_decay=0.1)
-    with pytest.warns(RenamedKey):
-        assert not config.with_values({}, ["actor.by_turns=false"]).actor.offload_when_idle
-    file.write_text(yaml.safe_dump({**MINIMAL, "actor": {"weight_decay": 0.1, "betas": [0.5, 0.6]}}))
-    with pytest.warns(RenamedKey):
-        config = load_config(file, ["actor.optimizer.weight_decay=0.5", "actor.betas=[0.7, 0.8]"])
-    assert config.actor.optimizer == AdamW(betas=(0.7, 0.8), weight_decay=0.5), "overrides come after the file"
-    both = {**MINIMAL, "actor": {"by_turns": True, "offload_when_idle": False}}
-    reason = "actor.by_turns and actor.offload_when_idle are both set: actor.by_turns is the old name, remove it"
-    with pytest.raises(UserError, match=f"^here: {reason}"):
-        parse_config(both, "here")
-    file.write_text(yaml.safe_dump(both))
-    with pytest.raises(UserError, match=f"{file.name}: {reason}"):
-        load_config(file)
-    both_at_once = "actor={by_turns: true, offload_when_idle: false}"
-    with pytest.raises(UserError, match=f"^{re.escape(both_at_once)}: {reason}"):
-        config.with_values({}, [both_at_once])
-    config = config.with_values({"actor.offload_when_idle": True})
-    stored = config.model_dump(mode="json")
-    stored["actor"]["by_turns"] = stored["actor"].pop("offload_when_idle")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert stored_config(stored, "the claim") == config
-
-
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("algorithm.kl.estimator=k1", "algorithm.kl.estimator is not a key of the config any more: it is two keys now"),
         ("algorithm.kl.reward_estimator=k3", "k3 in the reward does not hold the policy near the reference"),
         ("algorithm.kl.reward_estimator=k1+", "in the reward there is none: write k1"),
         ("algorithm.kl={in_loss: 0.1, loss_estimator: k1}", "loss_estimator k1 has a gradient of 0 on average"),

@@ -30,9 +30,9 @@ from ratchet.rlhf.models.tokenizers import reading_tokenizer
 from ratchet.rlhf.named import load_named
 from tests import tiny
 from tests.integration.test_cli import Ratchet
+from tests.stored import STORED
 from tests.tiers import sampled
 
-STORED = Path(__file__).parents[1] / "data" / "stored" / "schema-3"
 RUN, CANARIES = "run", "canaries"
 CODE = {
     "reward.py": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n",

@@ -157,9 +157,7 @@ def test_what_is_ahead_becomes_what_is_open() -> None:
     ref = ObjectRef(key="index", sha256="s")
 
     def shard(iteration: int, number: int, term: int) -> ShardCommit:
-        return ShardCommit(
-            iteration=iteration, stage="generate", shard=number, term=term, data=SHARD, fingerprint="f", seconds=0.0
-        )
+        return ShardCommit(iteration=iteration, stage="generate", shard=number, term=term, data=SHARD, seconds=0.0)
 
     def stage(iteration: int, cursor: int) -> StageCommit:
         return StageCommit(iteration=iteration, stage="generate", manifest=ref, fingerprint="f", cursor=cursor)

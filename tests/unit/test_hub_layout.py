@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.hub_layout import HubTensor, hub_layout, split
-from ratchet.rlhf.models.loading import load_actor
-from ratchet.rlhf.train.torch_engine import TorchEngine
-from ratchet.rlhf.weights.stored_state import StoredState
-from tests.tiny import moe_folder
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,
@@ -64,20 +57,6 @@ def test_experts_of_a_large_model_are_described_without_its_weights() -> None:
     assert layout["model.layers.0.mlp.experts.down_proj"][127] == HubTensor(
         "model.layers.0.mlp.experts.127.down_proj.weight", (2048, 768)
     )
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_checkpoints_with_the_models_own_names_are_read(kind: str, tmp_path: Path) -> None:
-    """Older releases wrote them."""
-    engine, other = (
-        TorchEngine(load_actor(ModelConfig(path=str(moe_folder(tmp_path / str(seed), kind, scale=seed)))), "policy")
-        for seed in (1, 2)
-    )
-    files = engine.state()
-    files["model.safetensors"] = save({name: parameter.data for name, parameter in engine.parameters.items()})
-    assert other.digest() != engine.digest()
-    other.load_state(StoredState.of(files))
-    assert other.digest() == engine.digest()
 
 
 def test_what_cannot_be_written_by_parts_is_refused() -> None:

@@ -67,7 +67,7 @@ def skip_iteration(store: RunStore) -> None:
 def write_shard(store: RunStore, shard: int, *, stage: str = "generate", attempt: int = 0, rows: int = 3) -> ShardRef:
     iteration = store.state.iteration
     ids = [f"it{iteration:06d}-p{shard:05d}-s{row:02d}" for row in range(rows)]
-    table = pa.table({"trajectory_id": ids, "epoch": [store.log.term] * rows})
+    table = pa.table({"trajectory_id": ids, "term": [store.log.term] * rows})
     return store.write_shard(iteration, stage, attempt, shard, table)
 
 
@@ -78,7 +78,6 @@ def as_shard(store: RunStore, shard: int, data: ShardRef, stage: str = "generate
         shard=shard,
         term=store.log.term,
         data=data,
-        fingerprint="",
         seconds=0.0,
     )
 
@@ -679,7 +678,7 @@ def test_a_clock_that_is_set_makes_nobody_seem_dead(
     assert heartbeat.is_alive(objects) is None
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b'{"epoch": 1}', b"\x00\xff"])
+@pytest.mark.parametrize("data", [b"", b"{", b'{"term": 1}', b"\x00\xff"])
 def test_a_beat_that_cannot_be_read_is_none(data: bytes, objects: ObjectStore) -> None:
     objects.put(heartbeat.KEY, data)
     assert heartbeat.is_alive(objects) is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.rlhf.rewards import auto, format, gsm8k, length
+from ratchet.rlhf.rewards import auto, countdown, format, gsm8k, length
 from ratchet.rlhf.rewards import math as latex
 
 
@@ -312,6 +312,7 @@ def test_format(response: str, score: float) -> None:
         (format, "<|im_start|>assistant\n", "<think>hm</think><answer>42</answer>", ""),
         (gsm8k, "#### ", "42", "42"),
         (latex, "The answer is \\boxed{", "3}, and not 5", "3"),
+        (countdown, "Assistant: <answer>\n", "3 * (15 - 7)</answer>", {"target": 24, "numbers": [3, 7, 15]}),
     ],
 )
 def test_what_the_prompt_opens_the_response_need_not(reward: Any, prompt_tail: str, response: str, truth: Any) -> None:

@@ -1,4 +1,4 @@
-"""The catalogue of metrics: what it names, older names, turns, and the FLOPs behind the utilization."""
+"""The catalogue of metrics: what it names, turns, and the FLOPs behind the utilization."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ratchet.flows.shown_metrics import CATALOGUE, line
-from ratchet.rlhf.metrics import BY_NAME, METRICS, RENAMED, STAGES, current, timer
+from ratchet.rlhf.metrics import BY_NAME, METRICS, STAGES, timer
 from ratchet.rlhf.train.performance import TrainingFlops
 from ratchet.tasks import pipeline
 from ratchet.tasks.stages.generate import GenerateSummary, generation_metrics
-from ratchet.tasks.stages.validate import ValidateSummary, validation_metrics
 from tests import tiny
 
 
@@ -21,48 +20,11 @@ def test_the_catalogue_names_each_metric_once_and_each_stage() -> None:
     assert len(BY_NAME) == len(METRICS)
     assert tuple(stage.name for stage in pipeline.STAGES) == STAGES
     assert {display.name for display in CATALOGUE} <= set(BY_NAME)
-    assert not RENAMED.keys() & BY_NAME.keys(), "an old name never comes to mean something else"
-    assert set(RENAMED.values()) <= set(BY_NAME)
 
 
 def test_the_line_has_full_names() -> None:
     metrics = {"critic/score/mean": 0.3456, "timing_s/stages": 8.12, "actor/lr": 1e-6}
     assert line(metrics) == "critic/score/mean 0.346  timing_s/stages 8.1"
-
-
-def test_names_of_older_releases_become_todays() -> None:
-    older = {
-        "actor/kl_coef": 0.1,
-        "timing_s/old_log_probs": 2.0,
-        "rollout_corr/rejected/token_k1": 0.5,
-        "val/openai/gsm8k/mean_score": 0.25,
-        "val/openai/gsm8k/pass@1": 0.125,
-        "val/openai/gsm8k/mean@4": 0.3,
-        "val/openai/gsm8k/best@4": 0.75,
-        "val/b/mean_score": 1.0,
-        "val/reward_errors": 2.0,
-        "budget/used": 0.5,
-    }
-    assert current(older) == {
-        "actor/reward_kl_penalty_coeff": 0.1,
-        "timing_s/old_log_prob": 2.0,
-        "rollout_corr/rollout_rs_token_k1_masked_fraction": 0.5,
-        "val-core/openai/gsm8k/reward/mean@4": 0.25,
-        "val-core/openai/gsm8k/acc/mean@4": 0.125,
-        "val-core/openai/gsm8k/reward/best@4": 0.75,
-        "val-core/b/reward/mean@1": 1.0,
-        "val/reward_errors": 2.0,
-        "budget/used": 0.5,
-    }
-    todays = dict.fromkeys((*BY_NAME, *current(older)), 1.0)
-    assert current(todays) == todays
-
-
-def test_a_validation_that_an_older_release_began() -> None:
-    """Its shards do not say how many answers a prompt has, and may have the mean of complete prompts."""
-    begun = ValidateSummary(sums={"a": {"mean_score": (1.0, 2), "mean@2": (0.5, 1)}})
-    finished = ValidateSummary(sums={"a": {"mean_score": (0.5, 2)}}, n=2)
-    assert validation_metrics([begun, finished]) == {"val-core/a/reward/mean@2": 0.375}
 
 
 def test_turns_are_those_of_all_shards() -> None:

@@ -38,8 +38,7 @@ def test_all_that_a_run_takes_is_taken(tmp_path: Path) -> None:
     assert {f"algorithm.{name}.type" for name in ("advantage", "loss", "kl.controller", "experts")} <= {*names}
     others = ("+actor.lr=1", "++actor.lr=1", "algorithm.advantage=grpo", "rollout={engine: vllm, top_p: 0.9}")
     within = ("reward.options.mine.x=1", "pools.a.workers=2", "placement.actor=a", "rollout.environment.options.x=\n1")
-    former = ("actor.by_turns=true",)
-    check(train, *(f"{name}=1" for name in names), *others, *within, *former)
+    check(train, *(f"{name}=1" for name in names), *others, *within)
 
 
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)

@@ -1,4 +1,4 @@
-"""Reading a run in Python and on the command line: a small one that an earlier release stored, opened where it is."""
+"""Reading a run in Python and on the command line: the small one in tests/data/stored, opened where it is."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from ratchet.tasks.stages.reward_model import REWARD_MODEL
 from ratchet.tasks.stages.score import SCORE
 from ratchet.tasks.stages.validate import VALIDATE
 from tests.integration.test_cli import Ratchet
+from tests.stored import STORED as STORE
 
 ROOT = Path(__file__).parents[2]
-STORE = ROOT / "tests" / "data" / "stored" / "schema-3"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def run() -> Run:
 def test_a_run_that_does_not_exist_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no run at file://.*/rum: is it run\?$"):
         open_run(f"file://{STORE}/rum")
-    with pytest.raises(UserError, match=r"check the name, and the store file://.*schema-3 .*`ratchet ls`"):
+    with pytest.raises(UserError, match=r"check the name, and the store file://.*stored .*`ratchet ls`"):
         open_run(f"file://{STORE}/countdown")
     (tmp_path / "runs" / "countdown").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -161,7 +161,7 @@ def test_the_list_of_commands_has_whole_sentences(command: Command) -> None:
 
 def test_plan_takes_a_run_and_says_in_words_what_changed(command: Command) -> None:
     out = command("plan", "run", "reward.function=constant")
-    assert "reward.function: countdown -> constant" in out
+    assert "reward.function: null -> constant" in out
     assert "of the reward" not in out, "the name says it"
     assert "`ratchet fork run --at 1:score --run NEW" in out
     out = " ".join(command("plan", "run", "data.train=[held_out.parquet]").split())
@@ -270,6 +270,7 @@ def test_show_says_what_it_leaves_out(command: Command) -> None:
     generated = {
         "trajectory_id": ["a", "b", "c", "d"],
         "prompt": ["Who?"] * 4,
+        "messages": [json.dumps([{"role": "user", "content": "Who?"}])] * 4,
         "response": ["Me."] * 4,
         "rollout_error": [None, "it fell", None, "it fell"],
     }
@@ -424,8 +425,6 @@ def test_scores_have_the_metrics_of_learning_where_nothing_is_learned() -> None:
     ]
     mean = {"reward/mean": 0.75, "critic/score/mean": 0.75}
     assert SCORE.metrics_of(shards) == mean | {"critic/score/min": 0.5, "critic/score/max": 1.0}
-    of_an_older_release: dict[str, JsonValue] = {"sum_of_scores": 0.75, "scored": 1}
-    assert SCORE.metrics_of([*shards, of_an_older_release]) == mean
 
 
 def test_nothing_is_shown_as_minus_zero() -> None:

@@ -190,7 +190,6 @@ def test_a_turn_ends_as_the_template_ends_it(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_digest_tells_what_stands_around_texts_and_is_that_of_the_files_otherwise(tmp_path: Path) -> None:
-    """What an older release generated without a beginning of sequence is not taken for what this one would."""
     digests = {}
     for name, kind in {"plain": "gpt-2", "begins": "llama-2"}.items():
         folder = tiny.model_folder(tmp_path / name)

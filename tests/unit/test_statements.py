@@ -25,9 +25,9 @@ from ratchet.infra.runs.sql import DataFile, FileTable, Statement, Tables
 from ratchet.infra.runs.statements import Limits, StatementFailed, Statements
 from ratchet.rlhf.errors import UserError
 from tests.browser import served
+from tests.stored import STORED
 
-ROOT = Path(__file__).parents[2]
-STORE = f"file://{ROOT}/tests/data/stored/schema-3"
+STORE = f"file://{STORED}"
 """A folder with a run of 16 trajectories."""
 LARGE = "len(range(400000000)) > 0"
 """Asks for gigabytes in one vector, at whose end DuckDB would look at its limits."""
@@ -177,7 +177,9 @@ def test_a_process_ends_with_its_parent() -> None:
         "    print(psutil.Process().children()[0].pid, flush=True)\n"
         f'    child.ask(Tables(), Statement("select {SLOW}"))'
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()

@@ -207,7 +207,6 @@ class Drivers(RuleBasedStateMachine):
                 shard=number,
                 term=store.log.term,
                 data=store.write_shard(iteration, "generate", attempt, number, table),
-                fingerprint=f"{next(self.nonces)}",
                 seconds=0.1,
             )
             if number < SHARDS - 1:

@@ -141,15 +141,3 @@ def test_damage_is_found_in_the_blocks_that_are_read(store: RunStore, harm: str)
         assert read("model.bin", 5, BLOCK) == data[5:BLOCK], "other blocks are fine"
     with pytest.raises(Corrupt, match=r"model.bin is (damaged|gone)"):
         read("model.bin", BLOCK - 1, BLOCK + 1)
-
-
-def test_files_of_older_releases_are_verified_whole(store: RunStore) -> None:
-    data = os.urandom(2 * BLOCK + 3)
-    checkpoint = checkpoint_of(store, {"model.bin": data})
-    file = checkpoint.files["model.bin"]
-    older = checkpoint.model_copy(update={"files": {"model.bin": file.model_copy(update={"blocks": ()})}})
-    assert store.ranges(older)("model.bin", BLOCK - 4, BLOCK + 4) == data[BLOCK - 4 : BLOCK + 4]
-    path = Path(store.url.removeprefix("file://")) / file.key
-    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    with pytest.raises(Corrupt, match="is damaged"):
-        store.ranges(older)("model.bin", BLOCK - 4, BLOCK + 4)

@@ -16,6 +16,7 @@ from ratchet.flows.commands import app, tables
 from ratchet.flows.terminal import visible
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.errors import UserError
+from tests.stored import STORED
 
 HOSTILE = [
     "\x1b]0;title\x07",
@@ -37,7 +38,7 @@ def test_what_acts_on_a_terminal_is_shown(text: str) -> None:
 
 
 def test_a_files_name_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(Path(__file__).parents[1] / "data" / "stored" / "schema-3" / "run", tmp_path / "run")
+    shutil.copytree(STORED / "run", tmp_path / "run")
     for name in (b"\xff.txt", b"\x1b[2J"):
         (tmp_path / "run" / os.fsdecode(name)).touch()
     written = io.StringIO()

@@ -30,9 +30,9 @@ from ratchet.rlhf.data.selection import Kind, Selection
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.schema import TRAJECTORY
 from tests import tiny
+from tests.stored import STORED
 from tests.tiers import sampled
 
-STORED = Path(__file__).parents[1] / "data" / "stored"
 PAIRS = (Kind.dpo, Kind.reward_model)
 numbers = count()
 
@@ -54,7 +54,7 @@ def stored_run(
 ) -> Run:
     """A run that has closed these iterations, each of groups of trajectories."""
     run_store = RunStore.at(f"{store}/run{next(numbers)}")
-    claim = open_run(f"file://{STORED}/schema-3/run").state.claim
+    claim = open_run(f"file://{STORED}/run").state.claim
     assert claim is not None
     changes = {"reward__function": "tests.rewards:letters"} | changes
     config = tiny.config(Path("/nowhere"), **changes).model_dump(mode="json")
@@ -186,13 +186,11 @@ def test_what_failed_or_has_several_turns_is_no_trajectory() -> None:
         trajectory(prompt, "a", 9.0, reward_error="it broke"),
         trajectory(prompt, "b", 9.0, rollout_error="it broke"),
         trajectory(prompt, "c", 9.0, turns=turns),
-        trajectory(prompt, "d", 9.0, messages=None),
         trajectory(prompt, "e", 0.5, turns=turns[:1]),
     ]
     assert rows_of(stored_run([rows]), Kind.sft)[0]["completion"] == "e"
     assert made(stored_run([rows]), Kind.sft).left_out == {
         Reason.NOT_SCORED: 2,
-        Reason.NO_MESSAGES: 1,
         Reason.TURNS: 1,
     }
 
@@ -636,11 +634,7 @@ def test_a_dataset_is_written_whole_with_its_origin(tmp_path: Path) -> None:
     assert fsspec.filesystem("memory").cat("/datasets/pairs.parquet") == paths[0].read_bytes()
 
 
-def test_a_run_that_an_earlier_release_stored() -> None:
-    for schema in ("schema-3", "schema-3-dapo"):
-        run = open_run(f"file://{STORED}/{schema}/run")
-        pairs = made(run, Kind.kto, min_score=10.0)
-        assert set(pairs.table["label"].to_pylist()) == {False}
-        assert set(pairs.table["iteration"].to_pylist()) == {0}, "only what is closed"
-    with pytest.raises(UserError, match="without messages"):
-        made(open_run(f"file://{STORED}/schema-2/run"), Kind.sft)
+def test_a_dataset_of_what_is_closed() -> None:
+    pairs = made(open_run(f"file://{STORED}/run"), Kind.kto, min_score=10.0)
+    assert set(pairs.table["label"].to_pylist()) == {False}
+    assert set(pairs.table["iteration"].to_pylist()) == {0}, "one iteration is open"

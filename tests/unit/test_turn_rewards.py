@@ -7,22 +7,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from ratchet.infra.store.object_store import ObjectStore
-from ratchet.infra.store.run_store import RunStore
-from ratchet.infra.workers.calls import Call, Context, RowsCall, ShardStart
+from ratchet.infra.workers.calls import Call, Context
 from ratchet.infra.workers.engines import Engines
 from ratchet.infra.workers.resources import Resources
-from ratchet.infra.workers.worker import Worker
-from ratchet.rlhf.agents.agent_loop import Rules
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig, parse_config
-from ratchet.rlhf.environments.dialogues import Dialogue
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.schema import TRAJECTORY
-from ratchet.rlhf.stage_config import StageConfig
 from ratchet.tasks.stages.advantages import ADVANTAGES, AdvantagesConfig
-from ratchet.tasks.stages.generate import GENERATE
 from ratchet.tasks.stages.score import SCORE, ScoreConfig
 
 POLICY, ENVIRONMENT = "policy", "environment"
@@ -37,7 +29,9 @@ TURNS: dict[str, Any] = {
 GENERATED: dict[str, Any] = {
     "trajectory_id": ["it000000-p00000-s00", "it000000-p00000-s01"],
     "prompt_id": ["it000000-p00000"] * 2,
+    "prompt": [""] * 2,
     "prompt_ids": [[1], [1]],
+    "by_expert": [False] * 2,
     "response_mask": [[1, 0, 1, 1], [1, 1, 0, 1]],
     "rollout_log_probs": [[-1.0] * 4] * 2,
     "finish_reason": ["stop", "length"],
@@ -49,7 +43,8 @@ GENERATED: dict[str, Any] = {
     "environment_reward": [3.0, -4.0],
     **TURNS,
 }
-BY_OLDER_RELEASE = {"turn_rewards": [None, None], "turn_ends": [None, None]}
+SUMMED = {"turn_rewards": [None, None]}
+"""The reward is of the whole conversation, as an agent returns it."""
 
 
 def config_of(**changes: Any) -> RunConfig:
@@ -65,7 +60,7 @@ def config_of(**changes: Any) -> RunConfig:
 
 
 def read(stage: Any, batch: TrajectoryBatch) -> TrajectoryBatch:
-    """What the stage gets of a batch: only what it declares, and null where an older release stored nothing."""
+    """What the stage gets of a batch: only what it declares, and null where it has nothing."""
     names = [name for columns in stage.reads.values() for name in columns]
     table = batch.table.select([name for name in batch.columns if name in ("trajectory_id", *names)])
     for name in stage.reads["generate"]:
@@ -109,7 +104,7 @@ def test_a_reward_knows_how_the_rendered_prompt_ends() -> None:
         response=["so</think><answer>4</answer>"] * 2,
         environment_reward=[None, None],
         turns=[None, None],
-        **BY_OLDER_RELEASE,
+        **SUMMED,
     )
     assert [dict(parts)["format"] for parts in batch.list("reward_parts")] == [1.0, 0.0]
     assert [dict(parts)["tests.rewards_of_responses:tail_length"] for parts in batch.list("reward_parts")] == [200, 13]
@@ -151,19 +146,10 @@ def test_a_turn_that_is_empty_or_unanswered_has_no_token_of_its_own() -> None:
     assert advantages(config, batch)["token_rewards"] == [[1, 0, 0, 2.5], [0, -4, 0, 0]], "the sum is the score"
 
 
-def test_trajectories_of_an_older_release_are_scored_and_rewarded_as_then() -> None:
-    config = config_of(algorithm__advantage="reinforce_plus_plus")
-    batch = scored(config, **BY_OLDER_RELEASE)
-    assert batch.list("token_scores") == [None, None]
-    assert advantages(config, batch)["token_rewards"] == [[0, 0, 0, 3], [0, 0, 0, -4]]
-    partly = scored(config, turn_rewards=[[1.0, 2.0], None], turn_ends=[[1, 4], None])
-    assert advantages(config, partly)["token_rewards"] == [[1, 0, 0, 2], [0, 0, 0, -4]], "each as it was generated"
-
-
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk"])
 def test_an_estimator_of_outcomes_knows_no_places(estimator: str) -> None:
     config = config_of(algorithm__advantage=estimator)
-    placed, summed = (advantages(config, scored(config, **changes)) for changes in ({}, BY_OLDER_RELEASE))
+    placed, summed = (advantages(config, scored(config, **changes)) for changes in ({}, SUMMED))
     assert placed["token_rewards"] != summed["token_rewards"]
     for name in ("advantages", "returns"):
         assert placed[name] == summed[name]
@@ -186,7 +172,7 @@ def test_gae_discounts_from_the_token_that_ended_the_turn(
     config = config_of(algorithm__advantage={"type": "gae", "gamma": gamma, "lam": lam, "whiten": False})
     values = {"values": [[0.0] * 4] * 2}
     assert advantages(config, scored(config), **values)["advantages"] == placed
-    assert advantages(config, scored(config, **BY_OLDER_RELEASE), **values)["advantages"] == summed
+    assert advantages(config, scored(config, **SUMMED), **values)["advantages"] == summed
 
 
 def test_turn_gae_reads_the_critic_where_a_turn_begins() -> None:
@@ -223,47 +209,6 @@ def test_gigpo_compares_turns_that_follow_the_same_observation(said: str, steps:
 
 @pytest.mark.parametrize("estimator", ["gigpo", "turn_gae"])
 def test_an_estimator_of_turns_wants_turns(estimator: str) -> None:
-    config = config_of(algorithm__advantage=estimator)
-    values = {"values": [[0.0] * 4] * 2}
-    with pytest.raises(UserError, match=f"algorithm.advantage {estimator} cannot use them: generate them again, or"):
-        advantages(config, scored(config, **BY_OLDER_RELEASE), **values)
-    other = config.with_values({"algorithm.advantage": "grpo"})
-    assert advantages(other, scored(config, **BY_OLDER_RELEASE))["advantages"], "the fix works"
     message = f"algorithm.advantage {estimator} is for turns, but there is no rollout.environment or rollout.agent that"
     with pytest.raises(UserError, match=message):
         config_of(algorithm__advantage=estimator, rollout__environment=None, reward__function="countdown")
-
-
-def test_a_journal_of_an_older_release_is_read(tmp_path: Any) -> None:
-    """It has the sum of the rewards: what was answered begins again, everything else goes on."""
-    of_tokens = {"ids": pa.int32(), "log_probs": pa.float32(), "mask": pa.int8(), "versions": pa.int32()}
-    of_turns = {"turn_starts": pa.int32(), "turn_ends": pa.int32()}
-    schema = pa.schema(
-        {
-            "trajectory_id": pa.string(),
-            **{name: pa.list_(kind) for name, kind in (of_tokens | of_turns).items()},
-            "answered": pa.int32(),
-            "reward": pa.float64(),
-            "finish_reason": pa.string(),
-        }
-    )
-    row = {"ids": [5, 6], "log_probs": [-1.0, -0.5], "mask": [1, 1], "versions": [0, 0], "turn_starts": [0]}
-    row |= {"turn_ends": [2], "answered": 0, "reward": 0.0, "finish_reason": ""}
-    rows = [
-        {"trajectory_id": "begun", **row, "turn_ends": []},
-        {"trajectory_id": "complete", **row, "finish_reason": "stop"},
-        {"trajectory_id": "answered", **row, "answered": 1, "reward": 0.5},
-    ]
-    store = RunStore(ObjectStore(f"file://{tmp_path}"))
-    part = store.write_journal(0, "generate", 0, pa.Table.from_pylist(rows, schema))
-    dialogues = {row["trajectory_id"]: Dialogue(Request(row["trajectory_id"], (1,))) for row in rows}
-    start = ShardStart(tuple(dialogues.values()), Rules(Sampling(1.0, 1.0, 4, seed=0)))
-    call = Call(1, "generate", 0, StageConfig(), journal=(part,))
-    Worker(config_of(), store, ()).begin(RowsCall(call, GENERATE.compute, (), lambda context: start))
-    assert {name: dialogue.ids for name, dialogue in dialogues.items()} == {
-        "begun": [5, 6],
-        "complete": [5, 6],
-        "answered": [],
-    }
-    assert dialogues["complete"].finish_reason == "stop"
-    assert all(dialogue.turn_rewards == [] for dialogue in dialogues.values())

@@ -14,7 +14,6 @@ from ratchet.infra.progress import note
 from ratchet.infra.store.records import Claim, RunState
 from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.config import RunConfig, differences, stored_config, yaml_text
-from ratchet.rlhf.config.older import changed_since
 from ratchet.rlhf.errors import UserError, counted
 
 
@@ -98,5 +97,5 @@ def say_what_changed(state: RunState, config: RunConfig) -> None:
         return
     before = stored_config(state.claim.config, "the claim")
     old, new = (settings.model_dump(mode="json", exclude={"run": {"name", "store"}}) for settings in (before, config))
-    if changed := differences(old, new) + changed_since(state.claim.config):
+    if changed := differences(old, new):
         note(f"continues with different settings from iteration {state.iteration} on: {'; '.join(changed)}")
