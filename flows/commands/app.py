@@ -51,6 +51,23 @@ app.add_typer(data, name="data")
 app.command(context_settings={"ignore_unknown_options": True})(convert)  # those of the other program
 app.command()(dataset)
 
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        typer.echo(f"ratchet {version('ratchet-rlhf')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and exit", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None: ...
+
+
 console = Console(soft_wrap=True, markup=False)
 errors = Console(stderr=True, soft_wrap=True, markup=False)
 
