@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ratchet.flows.commands.tables import evaluation_config
+from ratchet.flows.commands.models import evaluation_config
 from ratchet.flows.evaluate import evaluate
 from ratchet.flows.train import train
 from ratchet.infra.execution.claims import run_url

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from ratchet.flows.commands.data import make_folder
+from ratchet.flows.commands.console import console
+from ratchet.flows.commands.options import make_folder
 from ratchet.rlhf.errors import UserError
-
-console = Console(soft_wrap=True)
 
 
 class Program(StrEnum):
@@ -43,11 +41,11 @@ def convert(
 
     conversion = converted(file, program.value, overrides or [])
     if output is None:
-        console.print(conversion.text(), end="", markup=False, highlight=False)
+        console.print(conversion.text(), end="", highlight=False)
     else:
         make_folder(output.parent)
         output.write_text(conversion.text())
-        console.print(f"{output}: {conversion.summary}", markup=False, highlight=False)
+        console.print(f"{output}: {conversion.summary}", highlight=False)
     try:
         conversion.config()
     except UserError as error:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from ratchet.flows.commands.console import console
+from ratchet.flows.commands.options import make_folder
 from ratchet.rlhf.errors import UserError, counted, in_one_line
 
 data = typer.Typer(help="Write prompt datasets.", no_args_is_help=True)
-console = Console(soft_wrap=True, markup=False)
 
 
 @data.command()
@@ -135,21 +135,3 @@ def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> Non
         make_folder(output)
         pq.write_table(table, output / f"{split}.parquet")
         console.print(f"{counted(len(table), 'prompt')} in {output / split}.parquet")
-
-
-def whole_short_help(app: typer.Typer) -> None:
-    """Let the list of commands show the whole first sentence of each command's help, which Typer would crop."""
-    for command in app.registered_commands:
-        paragraph = (command.callback.__doc__ or "").split("\n\n")[0] if command.callback is not None else ""
-        command.short_help = re.split(r"\.(?= |$)", " ".join(paragraph.split()))[0]
-
-
-whole_short_help(data)
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder and its parents. Raises `UserError` if that is not possible."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write a folder at {path}: {error.strerror}") from None

@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from ratchet.flows.commands.data import make_folder
-from ratchet.flows.commands.run_arguments import DEFAULT_STORE, Names, Store, url_of
+from ratchet.flows.commands.console import console
+from ratchet.flows.commands.options import DEFAULT_STORE, Names, Store, make_folder, url_of
 from ratchet.flows.terminal import visible
 from ratchet.rlhf.data.selection import Kind, Selection
 from ratchet.rlhf.errors import UserError, counted
 
 if TYPE_CHECKING:
     from ratchet.infra.runs.training_data import Dataset
-
-console = Console(soft_wrap=True, markup=False)
 
 
 def dataset(

@@ -1,4 +1,4 @@
-"""Lists the installed packages, and tries which stores and, on request, which engines work on this machine."""
+"""`ratchet doctor`: lists packages, and tries the stores and, on request, the engines of this machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib.metadata
 import tempfile
 import warnings
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-import torch
-from rich.console import Console
+import typer
 from rich.table import Table
 
+from ratchet.flows.commands.console import console
+from ratchet.flows.commands.starting import silence_prefect
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.rlhf.config import ActorConfig, TrainerConfig
 from ratchet.rlhf.errors import UserError
@@ -34,8 +35,15 @@ REQUEST = Request("it000000-p00000-s00", (1, 2))
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0)
 
 
-def doctor(console: Console, engines: bool) -> None:
-    """Print a table of packages, device and stores; with `engines`, also of engines and Ray."""
+def doctor(
+    engines: Annotated[
+        bool, typer.Option("--engines", help="also try every engine and Ray; takes half a minute")
+    ] = False,
+) -> None:
+    """Show which packages are installed, and which engines and stores work on this machine."""
+    silence_prefect()
+    import torch
+
     table = Table(title="this machine")
     table.add_column("what")
     table.add_column("found")
@@ -96,6 +104,7 @@ def _store(url: str) -> str:
 
 
 def _model() -> Any:
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -155,6 +164,7 @@ def _generate() -> str:
 
 
 def _generate_with_vllm() -> str:
+    import torch
     import vllm  # noqa: F401
 
     from ratchet.rlhf.rollout.vllm_engine import VLLMRollout

@@ -16,18 +16,16 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from ratchet.flows.commands.run_arguments import run_argument
+from ratchet.flows.commands.options import run_argument
 from ratchet.flows.shown_metrics import STATUS, shown_in
 from ratchet.flows.terminal import visible
 from ratchet.infra.execution import heartbeat
-from ratchet.infra.execution.claims import run_url
 from ratchet.infra.runs.query import LIMITS
-from ratchet.infra.runs.run import Run, open_run, own_answers
+from ratchet.infra.runs.run import Run, own_answers
 from ratchet.infra.runs.sql import Statement, execute, isolated, reason
 from ratchet.infra.store.run_store import VALIDATE
-from ratchet.rlhf import consent
 from ratchet.rlhf.agents.transcripts import transcript
-from ratchet.rlhf.config import RunConfig, parse_config
+from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError, counted, reached
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.validation import means, sums
@@ -446,45 +444,6 @@ def tree(origin: Origin) -> Tree:
     for source in origin.made_from:
         branch.children.append(tree(source))
     return branch
-
-
-def evaluation_config(
-    name: str,
-    store: str,
-    iteration: int | None,
-    folder: Path,
-    changes: Mapping[str, object],
-    overrides: Sequence[str],
-) -> tuple[RunConfig, int]:
-    """The config, with changes, to evaluate a model folder, or a snapshot of a run, which is exported to `folder`; and
-    the number of iterations of the snapshot, 0 for a model folder."""
-    if (Path(name) / "config.json").is_file():
-        if iteration is not None:
-            raise UserError("--iteration chooses a snapshot of a run, and a model folder has none: leave it out")
-        tree = {
-            "run": {"name": "evaluate"},
-            "model": {"path": name, "dtype": "float32"},
-            "data": {"train": ["none"]},
-            "rollout": {"max_response_tokens": 512, "prompts_per_shard": 128},
-        }
-        return parse_config(tree, "evaluate").with_values(changes, overrides), 0
-    run = open_run(name if "://" in name else run_url(store, name))
-    version = run.newest_snapshot() if iteration is None else iteration
-    return exported_config(run, version, folder, changes, overrides), version
-
-
-def exported_config(
-    run: Run, version: int, folder: Path, changes: Mapping[str, object], overrides: Sequence[str]
-) -> RunConfig:
-    """Export a snapshot to `folder`, and return the run's config with that model and with changes."""
-    # reset keys that only training uses
-    needed: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
-    if run.config.rollout.engine == "server":  # the server may not have the weights of this snapshot
-        needed["rollout.engine"] = "hf"
-    config = run.config.with_values({**needed, **changes}, overrides)
-    consent.require(run.config, config.with_values({"model.path": run.config.model.path}))
-    run.export(version, folder)
-    return config
 
 
 def write(answers: pd.DataFrame, path: Path) -> None:

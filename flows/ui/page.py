@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 
 STATIC = Path(__file__).parent / "static"
-MODULES = ("dom", "address", "source", "charts", "runs", "trajectories", "uplot")
+MODULES = ("dom", "address", "source", "charts", "plot", "runs", "trajectories")
 """The modules that others import, by the name `ui/<module>`."""
 
 
@@ -41,7 +41,7 @@ def report_page(title: str, data: str, arms: Sequence[Mapping[str, str]] = ()) -
     Returns:
         The HTML. Its modules are `data:` URLs in an import map, because a file cannot import its own parts.
     """
-    styles = "".join((STATIC / name).read_text() for name in ("uplot.css", "style.css"))
+    styles = (STATIC / "style.css").read_text()
     imports = {f"ui/{name}": _data_url((STATIC / f"{name}.js").read_bytes()) for name in MODULES}
     escaped = data.replace("<", "\\u003c")  # so that no string in it ends the script
     main = (STATIC / "main.js").read_text()

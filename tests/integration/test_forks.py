@@ -30,7 +30,7 @@ REWARD = "reward.function=tests.rewards:digits"
 
 @pytest.fixture
 def ratchet(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], prefect_server: str) -> Ratchet:
-    monkeypatch.setattr("ratchet.flows.commands.app.console._width", 200)
+    monkeypatch.setattr("ratchet.flows.commands.console.console._width", 200)
     return Ratchet(monkeypatch, capfd)
 
 

@@ -22,9 +22,9 @@ from tests.integration.test_cli import Ratchet
 
 CHARTS = """[...document.querySelectorAll(".chart")].map(place => ({
     title: place.parentElement.querySelector("h3").textContent,
-    names: place.chart.series.slice(1).map(series => series.label),
-    y: place.chart.data.slice(1).map(values => [...values]),
-    range: [place.chart.scales.y.min, place.chart.scales.y.max],
+    names: place.plot.series.map(series => series.label),
+    y: place.plot.series.map(series => [...series.values]),
+    range: place.plot.ys,
 }))"""
 LISTED = "[...document.querySelectorAll('#list .clip')].map(row => row.textContent)"
 TOKENS = """[...document.querySelectorAll("#reader .token")].map(token =>
@@ -203,8 +203,8 @@ def test_a_run_that_goes_on(page: Page, shown_runs: Path, tmp_path: Path) -> Non
     show(page, path, *runs(shown_runs, "open"))
     summary = page.inner_text("#now")
     assert "2 of 3 iterations closed" in summary and "forked from" in summary and "2:score" in summary
-    assert page.evaluate("[...document.querySelector('.chart').chart.data[0]]") == [0, 1, 2]
-    assert page.evaluate("document.querySelector('.chart').chart.data[1][2]") is None, (
+    assert page.evaluate("document.querySelector('.chart').plot.x") == [0, 1, 2]
+    assert page.evaluate("document.querySelector('.chart').plot.series[0].values[2]") is None, (
         "only the validation is committed"
     )
     assert page.locator("[name=iteration] option").all_inner_texts() == ["all in this report", "1", "0"]

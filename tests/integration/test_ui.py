@@ -24,7 +24,7 @@ from tests.processes import Processes
 
 LISTED = "[...document.querySelectorAll('#list button')].map(button => button.dataset.id)"
 OPEN = "document.querySelector('#reader h3')?.textContent"
-SCORES = "[...document.querySelector('.chart').chart.data[1]]"
+SCORES = "document.querySelector('.chart').plot.series[0].values"
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +145,8 @@ def _opacity(colour: str) -> float:
 def test_two_runs_side_by_side(page: Page, url: str, shown_runs: Path, ppo: Run) -> None:
     visit(page, f"{url}#run=ppo")
     page.check("[data-run=grpo]")
-    wait_until(page, "document.querySelector('.chart').chart.series.length === 3")
-    assert page.evaluate("document.querySelector('.chart').chart.series.slice(1).map(s => s.label)") == ["ppo", "grpo"]
+    wait_until(page, "document.querySelector('.chart').plot.series.length === 2")
+    assert page.evaluate("document.querySelector('.chart').plot.series.map(s => s.label)") == ["ppo", "grpo"]
     assert page.locator("#now h3").all_inner_texts() == ["ppo", "grpo"]
     assert page.locator("#config th").all_inner_texts() == ["key", "ppo", "grpo"]
     page.select_option("#beside-what", "grpo")

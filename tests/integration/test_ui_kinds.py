@@ -14,9 +14,10 @@ from tests.browser import live, opened, visit, wait_until
 from tests.integration.test_listing import validated
 
 CURVES = """Object.fromEntries([...document.querySelectorAll("#curves .chart")].map(place =>
-    [place.parentElement.querySelector("h3").textContent, place.chart.data.map(values => [...values])]))"""
+    [place.parentElement.querySelector("h3").textContent,
+     [place.plot.x, ...place.plot.series.map(series => series.values)]]))"""
 SCALES = """[...document.querySelectorAll(".chart")].map(place =>
-    [place.chart.data[0].length, place.chart.scales.x.min, place.chart.scales.x.max])"""
+    [place.plot.x.length, ...place.plot.xs])"""
 LISTED = "[...document.querySelectorAll('#list button')].map(button => button.dataset.id)"
 LEFT_OUT = "Left out, because it could not be read: "
 

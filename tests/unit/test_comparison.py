@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ratchet.flows.commands.comparison_output import show
+from ratchet.flows.commands.comparison_tables import show
 from ratchet.infra.runs.comparison import Comparison, PairedScores, compare, interval, verdict_of
 from ratchet.infra.runs.forks import fork
 from ratchet.infra.runs.run import Run, open_run

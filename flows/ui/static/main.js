@@ -3,6 +3,7 @@
 import {read, write} from "ui/address";
 import * as charts from "ui/charts";
 import {at, damages, dot, make} from "ui/dom";
+import {redraw} from "ui/plot";
 import * as runs from "ui/runs";
 import {source} from "ui/source";
 import * as trajectories from "ui/trajectories";
@@ -101,7 +102,7 @@ document.querySelector("nav").onclick = event => {
 };
 addEventListener("popstate", refresh);
 addEventListener("hashchange", refresh);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts.redraw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 await relist();
 await refresh();
 document.body.dataset.ready = "";

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ratchet.flows.commands.run_arguments import run_argument
+from ratchet.flows.commands.options import run_argument
 from ratchet.flows.terminal import visible
 from ratchet.infra.runs.comparison import Beside, Comparison, Difference, Flip, Kind, Rewards
 from ratchet.rlhf.errors import counted

@@ -1,0 +1,8 @@
+"""Where commands print."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+console = Console(soft_wrap=True, markup=False)
+errors = Console(stderr=True, soft_wrap=True, markup=False)

@@ -1,0 +1,117 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ratchet.rlhf import consent
+from ratchet.rlhf.errors import RatchetError, UserError
+
+DEFAULT_STORE = "file://./runs"
+
+
+def run_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete the name of a run in the store."""
+    from ratchet.infra.runs.run import run_names as names_of
+
+    store = context.params.get("store") or os.environ.get("RATCHET_STORE", DEFAULT_STORE)
+    try:
+        return [name for name in names_of(store) if name.startswith(incomplete)]
+    except RatchetError:  # a shell shows no errors while it completes
+        return []
+
+
+Name = Annotated[
+    str, typer.Argument(metavar="RUN", help="a run's name in the store, or its full URL", autocompletion=run_names)
+]
+Names = Annotated[
+    list[str],
+    typer.Argument(metavar="RUN...", help="names in the store, or full URLs", autocompletion=run_names),
+]
+Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs, any fsspec URL")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="values of the config to change")]
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="continue even if another driver is alive, which is then shut out")
+]
+AcceptChanges = Annotated[
+    bool,
+    typer.Option("--accept-changes", help="continue the run with other data, another reward or another algorithm"),
+]
+
+
+def _trusting(context: typer.Context, is_set: bool) -> None:
+    if is_set:
+        context.with_resource(consent.trusting())
+
+
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        callback=_trusting,
+        help="run the code that the run's config names (rewards, environments, tools, agents, models), although it "
+        "has not run on this machine before; RATCHET_TRUST_CODE=1 does the same",
+    ),
+]
+Iteration = Annotated[int | None, typer.Option(help="the snapshot after this many iterations; by default the newest")]
+Best = Annotated[bool, typer.Option("--best", help="the snapshot with the best validation")]
+Adapter = Annotated[bool, typer.Option("--adapter", help="only the adapter (model.lora), in PEFT's format")]
+
+
+class Format(StrEnum):
+    table = "table"
+    json = "json"
+    csv = "csv"
+    md = "md"
+
+
+class TreeFormat(StrEnum):
+    tree = "tree"
+    json = "json"
+
+
+class DocumentFormat(StrEnum):
+    table = "table"
+    json = "json"
+
+
+class Role(StrEnum):
+    actor = "actor"
+    critic = "critic"
+    ema = "ema"
+
+
+def url_of(name: str, store: str) -> str:
+    """The URL of a run that the user names.
+
+    Args:
+        name: the run's name in the store, its URL, or the path of its folder.
+        store: the folder of runs.
+    """
+    from ratchet.infra.execution.claims import run_url
+
+    if "://" in name:
+        return name.rstrip("/")
+    return f"file://{Path(name).resolve()}" if Path(name).is_dir() and "/" in name else run_url(store, name)
+
+
+def run_argument(url: str) -> str:
+    """What a command of this environment takes for a run: its name in the default store, otherwise its URL.
+
+    Args:
+        url: the run's URL.
+    """
+    return url.removeprefix(f"{os.environ.get('RATCHET_STORE', DEFAULT_STORE)}/")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents. Raises `UserError` if that is not possible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write a folder at {path}: {error.strerror}") from None

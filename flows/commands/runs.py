@@ -1,0 +1,208 @@
+"""Commands that look at runs, and keep their folders in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ratchet.flows.commands.console import console
+from ratchet.flows.commands.options import DEFAULT_STORE, DocumentFormat, Format, Name, Names, Store, run_names, url_of
+from ratchet.flows.terminal import visible
+from ratchet.rlhf.errors import RatchetError, UserError, counted
+
+
+def status(
+    name: Name,
+    store: Store = DEFAULT_STORE,
+    last: Annotated[int, typer.Option(help="iterations to show", min=1)] = 10,
+) -> None:
+    """Show the stages (committed, running, missing) and metrics of the last iterations."""
+    from ratchet.flows.commands import tables
+    from ratchet.infra.runs.run import open_run
+
+    tables.status(console, open_run(url_of(name, store)), last)
+
+
+def ls(
+    store: Store = DEFAULT_STORE,
+    format: Annotated[Format, typer.Option(help="output format")] = Format.table,
+) -> None:
+    """List the runs of a store: state, iterations, best validation, age, size."""
+    from ratchet.flows.commands import tables
+    from ratchet.infra.runs.listing import runs_of
+    from ratchet.infra.runs.run import check_store
+
+    summaries = runs_of(store)
+    if not summaries:
+        check_store(store)
+    tables.runs(console, summaries, store, format.value)
+
+
+def show(
+    name: Name,
+    store: Store = DEFAULT_STORE,
+    iteration: Annotated[int | None, typer.Option(min=0, help="the iteration; by default the last closed one")] = None,
+    where: Annotated[str | None, typer.Option(help='a condition in SQL, such as "score < 0.5"')] = None,
+    columns: Annotated[str | None, typer.Option(help="columns, separated by commas, or `all`")] = None,
+    limit: Annotated[int, typer.Option(help="maximum number of rows", min=1)] = 20,
+    format: Annotated[Format, typer.Option(help="output format")] = Format.table,
+    full: Annotated[
+        bool, typer.Option("--full", help="with what all prompts begin with, which a table otherwise folds")
+    ] = False,
+) -> None:
+    """Show trajectories, with the columns of all stages."""
+    from ratchet.flows.commands import tables
+    from ratchet.infra.runs.run import open_run
+
+    tables.show(console, open_run(url_of(name, store)), iteration, where, columns, limit, format.value, full)
+
+
+def query(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... SQL",
+            help='runs, then SQL such as "select iteration, avg(score) from score group by 1"',
+            autocompletion=run_names,
+        ),
+    ],
+    store: Store = DEFAULT_STORE,
+    format: Annotated[Format, typer.Option(help="output format")] = Format.table,
+) -> None:
+    """Run SQL (DuckDB) on the committed data of one run or several.
+
+    The tables are trajectories, metrics, and one for each stage; their column `run` names the run.
+    """
+    from ratchet.flows.commands import tables
+    from ratchet.infra.runs.query import query as ask
+    from ratchet.infra.runs.run import open_run
+
+    *names, sql = arguments
+    if not names:
+        raise UserError(f"query {sql!r}: name a run, then the SQL")
+    tables.rows(console, ask([open_run(url_of(name, store)) for name in names], sql), format.value)
+
+
+def compare(
+    a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="the run to compare with: a name or a full URL", autocompletion=run_names),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="the run to judge against A", autocompletion=run_names)],
+    store: Store = DEFAULT_STORE,
+    at_least: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="exit with 1 if the whole interval is below X (B is confidently worse than A + X) or if the rewards "
+            "differ, else with 0",
+        ),
+    ] = None,
+    flips: Annotated[int, typer.Option(help="how many of the prompts that only one run solves to show", min=0)] = 5,
+    format: Annotated[DocumentFormat, typer.Option(help="output format")] = DocumentFormat.table,
+) -> None:
+    """Compare the scores of two runs on the same prompts: B minus A, with intervals, and a verdict.
+
+    The verdict is about the last validation of both. Its interval (95 %) holds the noise of the prompts and that of
+    training, as the validations before it show it.
+    """
+    from ratchet.flows.commands import comparison_tables
+    from ratchet.infra.runs.comparison import compare as compared
+    from ratchet.infra.runs.run import open_run
+
+    comparison = compared(open_run(url_of(a, store)), open_run(url_of(b, store)))
+    comparison_tables.show(console, comparison, flips, at_least, format.value)
+    if at_least is not None and comparison.falls_short(at_least):
+        raise typer.Exit(1)
+
+
+def ui(
+    store: Store = DEFAULT_STORE,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; others than loopback show the runs to the network")
+    ] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option(help="port to listen on; 0: any free one", min=0, max=65535)] = 8265,
+) -> None:
+    """Serve a page that shows the runs of a store while they run, and their trajectories, until Ctrl-C."""
+    from ratchet.flows.ui.server import serve
+    from ratchet.infra.progress import Event, Note, listening
+
+    def say(event: Event) -> None:
+        if isinstance(event, Note):
+            console.print(visible(event.text), highlight=False)
+
+    with listening(say):
+        serve(store, host, port, lambda url: console.print(f"the runs of {store} are shown at {url}", highlight=False))
+
+
+def report(
+    names: Names,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write or replace")],
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Write the page of `ratchet ui` into one HTML file: curves, configs, and a sample of the runs' trajectories."""
+    from ratchet.flows import report as html
+    from ratchet.flows.terminal import progress
+    from ratchet.infra.runs.run import open_run
+
+    with progress(console):
+        html.write([open_run(url_of(name, store)) for name in names], output)
+    console.print(f"the report is in {output}")
+
+
+def vacuum(
+    name: Name,
+    store: Store = DEFAULT_STORE,
+    take_over: Annotated[bool, typer.Option("--take-over", help="continue even if a driver is alive")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only list what would be deleted")] = False,
+    foreign: Annotated[
+        bool, typer.Option("--foreign", help="only list files in the run's folder that Ratchet did not write")
+    ] = False,
+) -> None:
+    """Delete files that Ratchet wrote and no commit or fork references; never a log record."""
+    from ratchet.infra.runs import vacuum as broom
+    from ratchet.infra.runs.run import open_run
+
+    run = open_run(url_of(name, store))
+    if foreign:
+        others = broom.foreign(run.store)
+        for key in others:
+            console.print(visible(key), highlight=False)
+        console.print(f"{counted(len(others), 'file')} that Ratchet did not write and never deletes")
+        return
+    doomed = broom.unreached(run.store) if dry_run else broom.vacuum(run.store, take_over)
+    for key in doomed:
+        console.print(visible(key), highlight=False)
+    console.print(f"{counted(len(doomed), 'file')} {'to delete' if dry_run else 'deleted'}")
+
+
+def verify(
+    name: Name,
+    store: Store = DEFAULT_STORE,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="rewrite damaged files that only copy data from the log")
+    ] = False,
+) -> None:
+    """Check the whole run: read its log and every object that the log names, and report damage and how to fix it."""
+    from ratchet.flows.commands import tables
+    from ratchet.flows.terminal import progress
+    from ratchet.infra.runs.verify import verify as examine
+    from ratchet.infra.store.run_store import RunStore
+
+    run_store = RunStore.at(url_of(name, store))
+    with progress(console):
+        findings = list(examine(run_store))
+    repaired = [finding for finding in findings if repair and finding.repair is not None]
+    for finding in repaired:
+        assert finding.repair is not None
+        finding.repair()
+    tables.findings(console, [finding for finding in findings if finding not in repaired])
+    for finding in repaired:
+        console.print(f"{finding.key} {finding.what}: repaired", highlight=False)
+    wrong = [finding for finding in findings if not finding.harmless]
+    if wrong:
+        have = "has an error" if len(wrong) == 1 else "have errors"
+        raise RatchetError(f"{counted(len(wrong), 'file')} of {name} {have}: {wrong[0].key} {wrong[0].what}")
+    console.print(f"{name} is intact")

@@ -1,0 +1,132 @@
+"""Starts flows for commands, with a temporary Prefect server where none is named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ratchet.flows.commands.console import console
+from ratchet.flows.commands.options import DEFAULT_STORE, make_folder
+from ratchet.flows.temporary_server import TemporaryServer
+from ratchet.flows.terminal import visible
+from ratchet.rlhf.config import RewardTraining, RunConfig, SFTConfig
+from ratchet.rlhf.errors import UserError, counted, reached
+
+
+def announce(config: RunConfig, accept_changes: bool) -> None:
+    """Check everything that a start would, and say what it would do."""
+    silence_prefect()
+    from ratchet.flows.summary import first_prompt, summary
+    from ratchet.flows.terminal import progress
+    from ratchet.infra.execution.driver import check_start, say_what_changed
+    from ratchet.infra.execution.epochs import with_iterations
+    from ratchet.tasks.fingerprints import check_open_iteration
+
+    with progress(console):
+        config = with_iterations(config)
+        state = check_start(config, take_over=True, accept_changes=accept_changes, check=check_open_iteration)
+        say_what_changed(state, config)
+    for line in (*summary(config, state), first_prompt(config)):
+        console.print(visible(line), highlight=False)
+
+
+def drive_run(config: RunConfig, take_over: bool = False, accept_changes: bool = False) -> None:
+    """Start or continue a run until it has all iterations, and say where to look at it."""
+    server = start_server()
+    from ratchet.flows.terminal import progress
+    from ratchet.infra.execution.claims import run_url
+    from ratchet.infra.execution.epochs import with_iterations
+    from ratchet.infra.execution.stopping import on_signals
+    from ratchet.infra.runs.run import open_run
+
+    with on_signals(stop_early), progress(console):
+        config = with_iterations(config)
+    train_to_the_end(config, server, take_over, accept_changes)
+    elsewhere = "" if config.run.store == DEFAULT_STORE else f" --store {config.run.store}"
+    done = open_run(run_url(config.run.store, config.run.name)).state.iteration
+    is_whole = done == config.iterations
+    has = f"its {counted(done, 'iteration')}" if is_whole else reached(done, config.iterations)
+    console.print(
+        f"run {config.run.name} has {has}\n"
+        f"  ratchet status {config.run.name}{elsewhere}    what each iteration did\n"
+        f"  ratchet show {config.run.name}{elsewhere}      the trajectories"
+    )
+
+
+def train_to_the_end(
+    config: RunConfig, server: TemporaryServer | None, take_over: bool = False, accept_changes: bool = False
+) -> None:
+    """Start or continue a run until it has all iterations."""
+    from ratchet.flows.terminal import progress
+    from ratchet.infra.execution.driver import check_start
+    from ratchet.infra.execution.stopping import on_signals
+
+    with on_signals(stop_early), progress(console, config.iterations):
+        from ratchet.tasks.fingerprints import check_open_iteration
+
+        check_start(config, take_over=take_over, accept_changes=accept_changes, check=check_open_iteration)
+        from ratchet.flows.train import drive
+        from ratchet.flows.train import train as flow
+        from ratchet.tasks.recording import recorded
+
+        wait_for(server)
+        ended = recorded(
+            lambda: flow(config, take_over=take_over, accept_changes=accept_changes),
+            lambda: drive(config, take_over, accept_changes),
+        )
+        if ended is not None:  # a `Failed` state, if Prefect did not record the flow
+            ended.result()
+
+
+def fit(config: SFTConfig | RewardTraining) -> dict[str, float]:
+    """Run a fine-tuning run, or continue it; returns its last metrics."""
+    make_folder(Path(config.output))
+    server = start_server()
+    from ratchet.flows.sft import sft as supervise
+    from ratchet.flows.terminal import progress
+    from ratchet.flows.train_reward_model import train_reward_model
+    from ratchet.tasks.recording import recorded
+
+    wait_for(server)
+    with progress(console):
+        if isinstance(config, SFTConfig):
+            return recorded(lambda: supervise(config), lambda: supervise.fn(config))
+        return recorded(lambda: train_reward_model(config), lambda: train_reward_model.fn(config))
+
+
+def stop_early(*_: object) -> None:
+    """Handle a signal before the driver starts or after it ends. An `Exception` would be lost while a package is
+    imported that catches it; `sys.stderr` refuses to print while it is interrupted."""
+    os.write(2, b"error: stopped: repeat the command to continue\n")
+    raise SystemExit(1)
+
+
+def silence_prefect() -> None:
+    """Silence Prefect; call this before importing it. Errors are printed in one line here instead."""
+    silent = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL" if os.environ.get("PREFECT_API_URL") else "PREFECT_LOGGING_LEVEL"
+    os.environ.setdefault(silent, "CRITICAL")
+    os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")  # a stop may end the server before its client
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def start_server() -> TemporaryServer | None:
+    """Start a temporary Prefect server in the background; None if PREFECT_API_URL names a server."""
+    silence_prefect()
+    return None if os.environ.get("PREFECT_API_URL") else TemporaryServer()
+
+
+def wait_for(server: TemporaryServer | None) -> None:
+    """Wait for a temporary server, and tell the user if that takes a while."""
+    if server is not None:
+        if not server.is_ready:
+            console.print("starting Prefect (a temporary server on this machine; 5 to 40 s)")
+        server.wait()
+
+
+def needs_server() -> None:
+    """Raise `UserError` if PREFECT_API_URL names no server."""
+    if not os.environ.get("PREFECT_API_URL"):
+        raise UserError(
+            "PREFECT_API_URL is not set: start a server with `prefect server start`, and "
+            "`export PREFECT_API_URL=http://127.0.0.1:4200/api`"
+        )

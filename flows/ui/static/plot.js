@@ -1,0 +1,174 @@
+/* A plot on a canvas: lines or stacked bars over iterations, two axes, and a cursor that all plots share. */
+
+import {color, make, number} from "ui/dom";
+
+const LEFT = 60;
+const RIGHT = 8;
+const TOP = 6;
+const BOTTOM = 26;
+const plots = new Set();
+let cursor = null;
+
+const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** Put the cursor of all plots at an iteration, or nowhere. */
+export function pointAt(iteration) {
+  cursor = iteration;
+  for (const plot of plots) plot.point();
+}
+
+/** Draw all plots again, such as in other colours. */
+export function redraw() {
+  for (const plot of plots) plot.draw();
+}
+
+/** At most so many round numbers in a range, as texts that differ; `least` is the smallest distance. */
+function ticks([low, high], most, least) {
+  const distance = Math.max((high - low) / most, least);
+  const power = 10 ** Math.floor(Math.log10(distance));
+  const step = [1, 2, 5, 10].find(factor => factor * power >= distance) * power;
+  const digits = Math.max(3, 1 + Math.ceil(Math.log10(Math.max(Math.abs(low), Math.abs(high)) / step)));
+  const first = Math.ceil(low / step);
+  return Array.from({length: Math.floor(high / step) - first + 1}, (_, place) => (first + place) * step)
+    .map(value => ({value, text: number(value, digits)}));
+}
+
+export class Plot {
+  x = [];
+  series = [];
+
+  constructor(place, height) {
+    Object.assign(this, {place, height});
+    this.canvas = make("canvas");
+    this.line = make("div", {className: "cursor"});
+    place.append(this.canvas, this.line);
+    place.onpointermove = ({clientX}) => pointAt(this.nearest(this.value(clientX - place.getBoundingClientRect().left)));
+    place.onpointerleave = () => pointAt(null);
+    place.onkeydown = event => this.walk(event);
+    new ResizeObserver(() => this.draw()).observe(place);
+    plots.add(this);
+  }
+
+  /**
+   * Show other data. `series` have a label, a number (of their colour) and a value, or null, for each of `x`. Lines
+   * with `dots` go on over nulls; `bars` are stacked. `xs` and `ys` are the ranges of the axes.
+   */
+  show({x, series, xs, ys, dots = false, bars = false}) {
+    Object.assign(this, {x, series, xs, ys, dots, bars});
+    this.draw();
+  }
+
+  /** The index of the iteration at the cursor. */
+  get index() {
+    return cursor === null || !this.x.length ? null : this.x.indexOf(this.nearest(cursor));
+  }
+
+  nearest(value) {
+    return this.x.reduce((best, x) => Math.abs(x - value) < Math.abs(best - value) ? x : best, this.x[0] ?? null);
+  }
+
+  get width() {
+    return this.place.clientWidth - LEFT - RIGHT;
+  }
+
+  left(x) {
+    return LEFT + (x - this.xs[0]) / (this.xs[1] - this.xs[0]) * this.width;
+  }
+
+  top(y) {
+    return TOP + (this.ys[1] - y) / (this.ys[1] - this.ys[0]) * (this.height - TOP - BOTTOM);
+  }
+
+  value(left) {
+    return this.xs[0] + (left - LEFT) / this.width * (this.xs[1] - this.xs[0]);
+  }
+
+  /** Arrow keys move the cursor. */
+  walk(event) {
+    const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+    if (!step || !this.x.length) return;
+    event.preventDefault();
+    const from = this.index ?? this.x.length - (step < 0 ? 0 : 1);
+    pointAt(this.x[Math.min(this.x.length - 1, Math.max(0, from + step))]);
+  }
+
+  /** Show where the cursor is, and call `told` with the index of its iteration, or null. */
+  point() {
+    const at = this.index;
+    this.line.hidden = at === null;
+    if (at !== null) {
+      this.line.style.left = `${this.left(this.x[at])}px`;
+      this.line.replaceChildren(...this.bars ? [] : this.series.filter(({values}) => values[at] !== null).map(one => {
+        const mark = make("i");
+        mark.style.top = `${this.top(one.values[at]) - TOP}px`;
+        mark.style.background = color(one.number);
+        return mark;
+      }));
+    }
+    this.told?.(at);
+  }
+
+  draw() {
+    if (this.width <= 0 || !this.x.length) return;
+    const ratio = devicePixelRatio;
+    this.canvas.width = Math.round(this.place.clientWidth * ratio);
+    this.canvas.height = Math.round(this.height * ratio);
+    const pen = this.canvas.getContext("2d");
+    pen.scale(ratio, ratio);
+    this.drawAxes(pen);
+    const below = this.x.map(() => 0);
+    for (const {number, values} of this.series) {
+      pen.fillStyle = pen.strokeStyle = color(number);
+      if (this.bars) this.drawBars(pen, values, below);
+      else this.drawLine(pen, values);
+    }
+    this.point();
+  }
+
+  drawAxes(pen) {
+    const bottom = this.height - BOTTOM;
+    const right = this.place.clientWidth - RIGHT;
+    Object.assign(pen, {font: "11px system-ui, sans-serif", strokeStyle: style("--grid"), fillStyle: style("--dim")});
+    pen.beginPath();
+    Object.assign(pen, {textAlign: "center", textBaseline: "top"});
+    for (const {value, text} of ticks(this.xs, this.width / 50, 1)) {
+      pen.moveTo(this.left(value), TOP);
+      pen.lineTo(this.left(value), bottom + 4);
+      pen.fillText(text, this.left(value), bottom + 8);
+    }
+    Object.assign(pen, {textAlign: "right", textBaseline: "middle"});
+    for (const {value, text} of ticks(this.ys, this.height / 35, 0)) {
+      pen.moveTo(LEFT - 4, this.top(value));
+      pen.lineTo(right, this.top(value));
+      pen.fillText(text, LEFT - 8, this.top(value), LEFT - 10);
+    }
+    pen.stroke();
+  }
+
+  drawLine(pen, values) {
+    const points = values.map((y, row) => y === null ? null : [this.left(this.x[row]), this.top(y)]);
+    pen.lineWidth = 1.8;
+    pen.beginPath();
+    let isOpen = false;
+    for (const point of points) {
+      if (point) pen[isOpen ? "lineTo" : "moveTo"](...point);
+      isOpen = point !== null || (isOpen && this.dots);
+    }
+    pen.stroke();
+    if (!this.dots && points.length >= 50) return;
+    for (const point of points.filter(Boolean)) {
+      pen.beginPath();
+      pen.arc(...point, 2.5, 0, 2 * Math.PI);
+      pen.fill();
+    }
+  }
+
+  /** Draw bars on top of those `below`, which then include them. */
+  drawBars(pen, values, below) {
+    const wide = Math.min(40, 0.8 * (this.left(1) - this.left(0)));
+    values.forEach((y, row) => {
+      pen.fillRect(this.left(this.x[row]) - wide / 2, this.top(below[row] + y), wide, this.top(below[row]) - this.top(below[row] + y));
+      below[row] += y;
+    });
+  }
+}
