@@ -848,7 +848,7 @@ def evaluate(
         changes |= {"rollout.max_response_tokens": max_response_tokens} if max_response_tokens else {}
         changes |= {"reward.function": reward, "reward.model": None, "reward.options": {}} if reward else {}
         if server:
-            changes |= {"rollout.engine": "server", "rollout.server.urls": [server], "rollout.server.api": api.value}
+            changes |= {"rollout.engine": {"type": "server", "urls": [server], "api": api.value}}
         config, version = tables.evaluation_config(name, store, iteration, Path(folder), changes, overrides or [])
         prefect = _starting()
         from ratchet.flows.evaluate import evaluate as flow

@@ -481,7 +481,7 @@ def exported_config(
     """Export a snapshot to `folder`, and return the run's config with that model and with changes."""
     # reset keys that only training uses: an older run may have values that are not valid any more
     needed: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
-    if run.config.rollout.engine == "server":  # the server may not have the weights of this snapshot
+    if run.config.rollout.engine.outlives_runs:  # the server may not have the weights of this snapshot
         needed["rollout.engine"] = "hf"
     config = run.config.with_values({**needed, **changes}, overrides)
     consent.require(run.config, config.with_values({"model.path": run.config.model.path}))

@@ -46,6 +46,7 @@ from ratchet.rlhf.config import (
     stored_config,
     yaml_text,
 )
+from ratchet.rlhf.config.engines import MegatronConfig, VLLMConfig
 from ratchet.rlhf.config.older import changed_since
 from ratchet.rlhf.data.experts import Matched
 from ratchet.rlhf.data.formats import formulas_of
@@ -411,11 +412,9 @@ def check_all(*checks: Callable[[], object]) -> None:
 
 
 def _check_server(config: RunConfig) -> None:
-    server = config.rollout.server
-    takes_weights = server.weights_folder is not None or server.api == "sglang"
-    if config.rollout.engine == "server" and config.train.updates and not takes_weights:
+    if config.train.updates and not config.rollout.engine.takes_weights:
         raise UserError(
-            "rollout.server.weights_folder is null, so the servers would keep generating with the first weights: "
+            "rollout.engine.weights_folder is null, so the servers would keep generating with the first weights: "
             "name a folder that they can read, or only evaluate"
         )
 
@@ -442,10 +441,10 @@ def _check_models(config: RunConfig) -> None:
 
 
 def _check_heads(config: RunConfig) -> None:
-    devices = config.rollout.vllm.tensor_parallel
+    devices = config.rollout.engine.devices
     if devices > 1 and (heads := attention_heads(config.model)) % devices:
         raise UserError(
-            f"rollout.vllm.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
+            f"rollout.engine.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
             "change it"
         )
 
@@ -456,7 +455,7 @@ def _check_heads_of_vllm(config: RunConfig) -> None:
 
     pool = config.pool_of("rollout")
     has_gpu = torch.cuda.is_available() if pool is None else config.pools[pool].gpus_per_worker > 0
-    if config.rollout.engine != "vllm" or has_gpu or not _is_installed("vllm"):
+    if not isinstance(config.rollout.engine, VLLMConfig) or has_gpu or not _is_installed("vllm"):
         return
     decoder = text_config(config.model)
     size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
@@ -509,11 +508,9 @@ def _check_megatron(config: RunConfig, role: str) -> None:
     from ratchet.rlhf.models.megatron_layout import Place, refusal
 
     owner = "critic" if role == "critic" else "actor"
-    trainer = config.trainers[owner]
-    if trainer.engine == "megatron":
-        place = Place(
-            tensors=trainer.tensor_parallel, stages=trainer.pipeline_parallel, experts=trainer.expert_parallel
-        )
+    engine = config.trainers[owner].engine
+    if isinstance(engine, MegatronConfig):
+        place = Place(tensors=engine.tensor_parallel, stages=engine.pipeline_parallel, experts=engine.expert_parallel)
         if reason := refusal(text_config(config.model_of(role)), place):
             raise UserError(f"{owner}.engine megatron cannot compute the {role}: {reason}")
 
@@ -700,24 +697,24 @@ def check_packages(config: RunConfig) -> None:
     Raises:
         UserError: something is missing; a line for each package.
     """
-    engines = {trainer.engine for trainer in config.trainers.values()}
+    engines = {engine.type: engine for engine in (trainer.engine for trainer in config.trainers.values())}
     models = (config.model, config.critic_model, config.reference_model, *config.frozen_models.values())
+    rollout = config.rollout.engine
     adapts = config.model.lora is not None or config.critic_model.lora is not None
     mistakes = [mistake for _, mistake in _without_gpu(config)]
     needless = {package for package, _ in _without_gpu(config)}
     for key, asked, package, extra in (
-        ("engine: deepspeed", "deepspeed" in engines, "deepspeed", "deepspeed"),
-        ("engine: megatron", "megatron" in engines, "megatron.core", "megatron"),
+        *((f"engine: {name}", True, engine.package, engine.extra) for name, engine in engines.items()),
         ("pools", bool(config.pools), "ray", "ray"),
         ("model.lora", adapts, "peft", "lora"),
         ("model.kernels: liger", any(model.kernels == "liger" for model in models), "liger_kernel", "liger"),
-        ("rollout.engine: vllm", config.rollout.engine == "vllm", "vllm", "vllm"),
+        (f"rollout.engine: {rollout.type}", True, rollout.package, rollout.extra),
         *((f"tracking: {name}", True, name, "tracking" if name == "tensorboard" else name) for name in config.tracking),
         ("tracking", bool(config.tracking), "accelerate", "tracking"),
     ):
         if key == "tracking" and any(mistake.startswith("tracking: ") for mistake in mistakes):
             continue  # whose extras have it
-        if asked and package not in needless and not _is_installed(package):
+        if asked and package is not None and package not in needless and not _is_installed(package):
             mistakes.append(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
     if "wandb" in config.tracking and _is_installed("wandb") and not has_login():
         mistakes.append(
@@ -733,9 +730,10 @@ def _without_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
     import torch
 
     for role, trainer in config.trainers.items():
-        if trainer.engine == "megatron" and not config.pools and not torch.cuda.is_available():
-            fix = f"{role}.engine megatron needs a GPU, and there is none: set {role}.engine to fsdp"
-            yield "megatron.core", fix
+        engine = trainer.engine
+        if engine.needs_gpu and engine.package and not config.pools and not torch.cuda.is_available():
+            fix = f"{role}.engine {engine.type} needs a GPU, and there is none: set {role}.engine to fsdp"
+            yield engine.package, fix
     models = (config.model, config.critic_model, config.reference_model, *config.frozen_models.values())
     if any(model.kernels == "liger" for model in models) and not _has_gpus(config):
         yield (

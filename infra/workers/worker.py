@@ -364,7 +364,7 @@ class Worker:
     def _generator(self, engine: RolloutEngine) -> Generator:
         from ratchet.rlhf.agents.agent_loop import Generator
 
-        assert engine.in_batches == self.config.rollout.in_batches
+        assert engine.in_batches == self.config.rollout.engine.in_batches
         return Generator(engine, self.resources.tokenizer, interruptible=self.config.rollout.partial)
 
     def update(self, request: UpdateCall[C]) -> Updated:
@@ -468,7 +468,7 @@ class Worker:
             with _to_the_end(actor.weights(self._rollout_dtype)) as tensors:
                 moved = rollout.load_weights(tensors, actor.adapter_config)
             self.engines.rollout_is_empty = False
-            if self.config.rollout.engine == "server":
+            if self.config.rollout.engine.outlives_runs:
                 self._check_server(rollout, self.engines.model("actor"))
             if self.config.actor.offload_when_idle:  # gathering has taken memory, which the engine needs to wake
                 release_memory(ranks.device())
@@ -589,12 +589,9 @@ class Worker:
             truncation=data.truncation,
             system_prompt=data.system_prompt,
         )
-        sampling = Sampling(
+        sampling = Sampling.of(
+            rollout_config,
             temperature=rollout_config.temperature,
-            top_p=rollout_config.top_p,
-            top_k=rollout_config.top_k,
-            min_p=rollout_config.min_p,
-            max_tokens=rollout_config.max_response_tokens,
             seed=self.config.run.seed,
             seeds=rollout_config.seeds,
         )
@@ -620,7 +617,7 @@ class Worker:
             self._rollout_has = None
             if stored is not None:
                 self._load_rollout(stored.tensors(), stored.file("adapter_config.json"))
-            elif self.config.rollout.engine == "server":  # the server may hold other weights
+            elif self.config.rollout.engine.outlives_runs:  # the server may hold other weights
                 from ratchet.rlhf.models.hub_layout import hub_weights
 
                 self._load_rollout(hub_weights(load_actor(self.config.model, self.config.run.seed)), None)
@@ -644,7 +641,7 @@ class Worker:
         """Load weights into a rollout in a different process from the actor."""
         rollout = self.engines.rollout(generates=False)
         self.engines.rollout_is_empty = False
-        if self.config.rollout.engine != "server" or self._server_checked:
+        if not self.config.rollout.engine.outlives_runs or self._server_checked:
             rollout.load_weights(tensors, adapter_config)
             return
         from ratchet.rlhf.models.hub_layout import hub_weights

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.sessions import Policy, Recorded, Recorder
+from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments import EnvironmentFailed
-from ratchet.rlhf.environments.calls import EnvironmentCalls, OnError
+from ratchet.rlhf.environments.calls import EnvironmentCalls
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 from ratchet.rlhf.errors import EngineLost, NotFinite
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of

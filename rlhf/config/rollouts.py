@@ -15,8 +15,10 @@ def generates_stale(tree: Mapping[str, Any]) -> bool:
 def generates_with_other_rounding(tree: Mapping[str, Any]) -> bool:
     """Tell whether a config generates with another program than the trainer's, in less than float32."""
     rollout, model = _section(tree, "rollout"), _section(tree, "model")
-    is_rounded = model.get("dtype") != "float32" or rollout.get("quantization") is not None
-    return rollout.get("engine") in ("vllm", "server") and is_rounded
+    engine = rollout.get("engine")
+    chosen = engine if isinstance(engine, Mapping) else {"type": engine}
+    is_rounded = model.get("dtype") != "float32" or chosen.get("quantization") is not None
+    return chosen.get("type") in ("vllm", "server") and is_rounded
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

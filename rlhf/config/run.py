@@ -11,24 +11,22 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from ratchet.rlhf.config.incompatibilities import incompatible
 from ratchet.rlhf.config.older import RENAMED, as_of_today, with_new_names
-from ratchet.rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated
+from ratchet.rlhf.config.reading import overridden, read_yaml, renamed, set_value, validated, write_out
 from ratchet.rlhf.config.rollouts import generates_stale, generates_with_other_rounding
+from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section
 from ratchet.rlhf.config.sections import (
-    NULL_IS_OFF,
     ActorConfig,
     AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
     DataConfig,
     ModelConfig,
-    OneOrMore,
     PoolConfig,
     ReferenceConfig,
     RewardConfig,
     Role,
     RolloutConfig,
     RunSection,
-    Section,
     Tracker,
     TrainConfig,
     TrainerConfig,
@@ -214,9 +212,9 @@ class RunConfig(Section):
     def rollout_team_size(self) -> int:
         """Number of a pool's workers whose devices one rollout engine spans; a worker without a GPU is one device."""
         pool = self.pool_of("rollout")
-        if pool is None or self.rollout.engine != "vllm":
+        if pool is None:
             return 1
-        return math.ceil(self.rollout.vllm.tensor_parallel / max(1.0, self.pools[pool].gpus_per_worker))
+        return math.ceil(self.rollout.engine.devices / max(1.0, self.pools[pool].gpus_per_worker))
 
     @property
     def on_policy(self) -> bool:
@@ -272,14 +270,14 @@ class RunConfig(Section):
     @property
     def solved_score(self) -> float | None:
         """The smallest score of a solved answer in a validation; None if the scores do not tell right from wrong."""
-        alone = self.reward.model is None and self.rollout.environment is None and self.rollout.agent is None
+        alone = self.reward.model is None and self.rollout.partner is None
         return solved_score(self.validation.solved_score, self.reward.function, alone=alone)
 
     @property
     def selects(self) -> bool:
         """Whether an iteration may generate more trajectories than it learns from."""
-        talks = self.rollout.environment or self.rollout.agent
-        drops = self.reward.on_error == "drop" or (talks is not None and talks.on_error != "fail")
+        partner = self.rollout.partner
+        drops = self.reward.on_error == "drop" or (partner is not None and partner.on_error != "fail")
         return drops or self.algorithm.dynamic_sampling is not None
 
     @model_validator(mode="after")
@@ -314,6 +312,7 @@ class RunConfig(Section):
     def _with(self, values: Mapping[str, Any]) -> dict[str, Any]:
         tree = self.model_dump(mode="json")
         for key, value in values.items():
+            write_out(tree, RENAMED.get(key, key), RunConfig)
             set_value(tree, RENAMED.get(key, key), value)
         return tree
 
