@@ -213,12 +213,11 @@ def main() -> None:
         parts.model_folder(root / "model", "5M")
         parts.prompt_file(root / "prompts.jsonl", prompts)
         rollout = {
-            "engine": "vllm",
+            "engine": {"type": "vllm", "gpu_memory_utilization": 0.4},
             "n": 1,
             "max_response_tokens": MOST * (TURN + len(HEARD)) + 1,
             "prompts_per_shard": PER_SHARD,
             "environment": {"name": "benchmarks.dialogues:Slow", "max_turns": MOST, "on_error": "fail"},
-            "vllm": {"gpu_memory_utilization": 0.4},
         }
         config = parts.run_config(root, "dialogues", options.trajectories, {"max_prompt_tokens": PROMPT}, rollout)
         vllm = parts.vllm_options(config)

@@ -59,11 +59,10 @@ def config_of(root: Path, iterations: int) -> RunConfig:
                 "max_prompt_tokens": 64,
             },
             "rollout": {
-                "engine": "vllm",
+                "engine": {"type": "vllm", "gpu_memory_utilization": 0.7},
                 "n": n,
                 "max_response_tokens": response,
                 "prompts_per_shard": prompts // 4,
-                "vllm": {"gpu_memory_utilization": 0.7},
             },
             "reward": {"function": "length"},
             "algorithm": {"advantage": {"type": "grpo"}, "kl": {"in_loss": 0.001}},

@@ -91,17 +91,15 @@ def kills(root: Path, options: argparse.Namespace) -> None:
     parts.model_folder(root / "model", options.size)
     parts.prompt_file(root / "prompts.jsonl", parts.prompt_ids(PROMPTS, PROMPT))
     rollout = {
-        "engine": "server",
+        "engine": {"type": "vllm", "max_model_len": PROMPT + LENGTH, "gpu_memory_utilization": 0.4},
         "n": SAMPLES,
         "max_response_tokens": LENGTH,
         "ignore_eos": True,
         "prompts_per_shard": PROMPTS_PER_SHARD,
         "journal_s": options.journal_s,
-        "vllm": {"max_model_len": PROMPT + LENGTH, "gpu_memory_utilization": 0.4},
-        "server": {"urls": ["http://127.0.0.1"], "weights_folder": str(root / "weights")},
     }
     config = parts.run_config(root, "journal", PROMPTS, {"max_prompt_tokens": PROMPT}, rollout)
-    vllm = parts.vllm_options(config.with_values({"rollout.engine": "vllm"}))
+    vllm = parts.vllm_options(config)
     draw, before, total = random.Random(0), 0, PROMPTS * SAMPLES * LENGTH
     lost_s, twice_in_all = list[float](), 0
     print(
@@ -109,7 +107,9 @@ def kills(root: Path, options: argparse.Namespace) -> None:
         "|---|---|---|---|---|---|"
     )
     with serving(vllm | {"disable_log_stats": False}, root / "server.log") as url:  # they have the tokens
-        config = config.with_values({"rollout.server.urls": [url]})
+        config = config.with_values(
+            {"rollout.engine": {"type": "server", "urls": [url], "weights_folder": str(root / "weights")}}
+        )
         path, log = root / "config.json", root / "driver.log"
         path.write_text(config.model_dump_json())
         for kill in range(options.kills + 1):

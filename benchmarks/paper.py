@@ -31,7 +31,8 @@ from benchmarks.costs import (
 )
 from ratchet.infra.execution.snapshots import is_affordable
 from ratchet.rlhf.algorithms.optimizers import AdamW
-from ratchet.rlhf.config.sections import CheckpointConfig, RolloutConfig, TrainerConfig, VLLMConfig
+from ratchet.rlhf.config.engines import VLLMConfig
+from ratchet.rlhf.config.sections import CheckpointConfig, RolloutConfig, TrainerConfig
 from ratchet.rlhf.models.token_outputs import LOGITS_BYTES
 from ratchet.rlhf.train.micro_batches import by_prompt, deal, in_rounds
 from ratchet.rlhf.train.model_engine import KEYS_PER_TOKEN

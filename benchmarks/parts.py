@@ -19,6 +19,7 @@ from ratchet.infra.execution.executors import StageHandle
 from ratchet.infra.store.manifest import Manifest
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.config import RunConfig, parse_config
+from ratchet.rlhf.config.engines import VLLMConfig
 from ratchet.tasks.pipeline import dependencies
 from ratchet.tasks.restore import ensure_weights
 from ratchet.tasks.shard_runner import run_rows
@@ -123,7 +124,9 @@ def vllm_options(config: RunConfig) -> dict[str, Any]:
     from ratchet.rlhf.models.tokenizers import load_tokenizer
     from ratchet.rlhf.rollout.build import vllm_rollout
 
-    engine = vllm_rollout(config, load_tokenizer(config.model))
+    chosen = config.rollout.engine
+    assert isinstance(chosen, VLLMConfig)
+    engine = vllm_rollout(config, chosen, load_tokenizer(config.model))
     engine.close()
     return engine.options
 

@@ -63,10 +63,9 @@ ENGINES = ("vllm", "server", "hf")
 STEPS = 32
 """Tokens of each response when seeds are measured."""
 ROLLOUT_OF_SEEDS = {
-    "engine": "vllm",
+    "engine": {"type": "vllm", "max_model_len": PROMPT + LONGEST, "gpu_memory_utilization": 0.4},
     "n": SAMPLES,
     "max_response_tokens": STEPS,
-    "vllm": {"max_model_len": PROMPT + LONGEST, "gpu_memory_utilization": 0.4},
 }
 
 
@@ -189,17 +188,17 @@ def measure(engine: str, root: Path, options: argparse.Namespace) -> None:
     lengths, texts = response_lengths(prompts), parts.prompt_ids(prompts, PROMPT)
     parts.prompt_file(root / "prompts.jsonl", texts)
     rollout: dict[str, Any] = {
-        "engine": engine,
+        "engine": {"type": "vllm", "max_model_len": PROMPT + LONGEST, "gpu_memory_utilization": 0.4},
         "n": SAMPLES,
         "max_response_tokens": LONGEST,
         "ignore_eos": True,
         "prompts_per_shard": PROMPTS_PER_SHARD,
-        "vllm": {"max_model_len": PROMPT + LONGEST, "gpu_memory_utilization": 0.4},
-        "server": {"urls": ["http://127.0.0.1"], "weights_folder": str(root / "weights")},
     }
     data = {"max_prompt_tokens": PROMPT}
     config = parts.run_config(root, engine, prompts, data, rollout)
-    vllm = parts.vllm_options(config.with_values({"rollout.engine": "vllm"}))
+    vllm = parts.vllm_options(config)
+    if engine == "hf":
+        config = config.with_values({"rollout.engine": "hf"})
     seconds: dict[str, list[float]] = defaultdict(list)
     syncs = list[float]()
 
@@ -212,7 +211,9 @@ def measure(engine: str, root: Path, options: argparse.Namespace) -> None:
             yield url
 
     with parts.Direct(__file__, vllm=vllm, prompts=texts, lengths=lengths) as bare, served() as url:
-        config = config if url is None else config.with_values({"rollout.server.urls": [url]})
+        if url is not None:
+            server = {"type": "server", "urls": [url], "weights_folder": str(root / "weights")}
+            config = config.with_values({"rollout.engine": server})
         with parts.opened(config) as driver:
             for _ in range(options.rounds + 1):
                 syncs.append(parts.synced(driver))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from ratchet.infra.progress import note
@@ -51,15 +52,7 @@ def serve(
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
     engines, tokenizer = Engines(config, ["rollout"]), Resources(config).tokenizer
     rollout, context = config.rollout, config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    sampling = Sampling(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        max_tokens=context,
-        stop=rollout.stop,
-        seed=config.run.seed,
-    )
+    sampling = replace(Sampling.of(rollout, temperature=rollout.temperature, seed=config.run.seed), max_tokens=context)
     clients = Served(name, Gateway(host, port), key, context=context, listening=listening)
     rules = Rules(sampling, agents=clients, recorder=CallLog(ServedLog(run.store, name).write))
     serving = Dialogue(Request(name, ()))

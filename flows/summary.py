@@ -48,7 +48,7 @@ def summary(config: RunConfig, state: RunState) -> list[str]:
     memory = ", ".join(f"{filesize.decimal(round(total))} plus activations {where}" for where, total in totals.items())
     return [
         *lines,
-        f"  rollout   {config.rollout.engine} {_place(config, 'rollout')}",
+        f"  rollout   {config.rollout.engine.type} {_place(config, 'rollout')}",
         f"  iteration {_iteration(config)}",
         f"  memory    {memory}",
         *([f"  snapshots {describe(config).removeprefix('snapshots ')}"] if config.train.updates else []),
@@ -80,7 +80,7 @@ def _models(config: RunConfig) -> dict[str, ModelConfig]:
 
 def _model(config: RunConfig, role: str, model: ModelConfig, parameters: int) -> str:
     trainer = config.trainers.get(role, config.actor)
-    engine = "" if role == "reward" else f" {trainer.engine}"
+    engine = "" if role == "reward" else f" {trainer.engine.type}"
     adapters = "" if model.lora is None else f" with adapters of rank {model.lora.r}"
     return f"{model.path}{adapters}, {_number(parameters)} parameters in {model.dtype},{engine}"
 

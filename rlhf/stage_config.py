@@ -5,6 +5,7 @@ A stage declares a model whose fields name keys of the config:
     class ScoreConfig(StageConfig):
         timeout_s: float = key("reward.timeout_s")
         workers: int = key("reward.workers", operational=True)
+        judge: JudgeConfig | None = section("reward.judge")
 
 The stage can read no other part of the config. The values are committed with the stage's output. If a key that is not
 operational has another value later, the committed output is out of date.
@@ -13,6 +14,7 @@ operational has another value later, the committed output is out of date.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -21,6 +23,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.reading import set_value
+from ratchet.rlhf.config.section import Section
 
 
 def key(path: str, *, operational: bool = False) -> Any:
@@ -33,10 +36,19 @@ def key(path: str, *, operational: bool = False) -> Any:
     return Field(json_schema_extra={"key": path, "operational": operational})
 
 
+def section(path: str) -> Any:
+    """A field that holds a section of the run's config, or the keys of it that a base class declares.
+
+    The field's type is the section's class or its base class; None where the section is null. The class says which keys
+    are operational.
+    """
+    return Field(json_schema_extra={"section": path})
+
+
 class StageConfig(BaseModel):
     """The part of a run's config that a stage depends on.
 
-    A field is a `key`, or a group of keys: another `StageConfig`, None if its section is null.
+    A field is a `key`, a `section`, or a group of keys: another `StageConfig`, None if its section is null.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -48,7 +60,9 @@ class StageConfig(BaseModel):
         """The stage's part of a run's config."""
         fields: dict[str, object] = {}
         for name, field in cls.model_fields.items():
-            if (group := _group(field)) is None:
+            if (part := _part(field)) is not None:
+                fields[name] = part.of(config)
+            elif (group := _group(field)) is None:
                 fields[name] = _value(config, cls._path(field))
             else:
                 is_null = group.section and _value(config, group.section) is None
@@ -59,7 +73,9 @@ class StageConfig(BaseModel):
     def keys(cls, *, operational: bool | None = None) -> Iterator[str]:
         """The dotted keys: all, only the operational ones (True), or only the others (False)."""
         for field in cls.model_fields.values():
-            if (group := _group(field)) is not None:
+            if (part := _part(field)) is not None:
+                yield from part.keys(operational)
+            elif (group := _group(field)) is not None:
                 yield from group.keys(operational=operational)
             elif operational in (None, _extra(field)["operational"]):
                 yield cls._path(field)
@@ -103,16 +119,45 @@ class StageConfig(BaseModel):
         """Lines for groups of keys whose section was null and is not any more, or the reverse."""
         lines: list[str] = []
         for field in cls.model_fields.values():
-            if (group := _group(field)) is None:
+            group, part = _group(field), _part(field)
+            if group is not None:
+                lines += group._section_changes(tree, config)
+            path = part.path if part is not None else group.section if group is not None else ""
+            if not path:
                 continue
-            lines += group._section_changes(tree, config)
-            if group.section:
-                before = _lookup(tree, group.section, PydanticUndefined)  # undefined: there was no such section
-                now = _value(config, group.section)
-                if before is not PydanticUndefined and (before is None) != (now is None):
-                    states = ["null" if section is None else "set" for section in (before, now)]
-                    lines.append(f"{group.section}: {' -> '.join(states)}")
+            before, now = _lookup(tree, path, PydanticUndefined), _value(config, path)
+            if before is not PydanticUndefined and (before is None) != (now is None):
+                states = ["null" if value is None else "set" for value in (before, now)]
+                lines.append(f"{path}: {' -> '.join(states)}")
         return lines
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A section of the run's config, or the keys of it that a base class declares."""
+
+    path: str
+    declares: type[Section]
+
+    def of(self, config: RunConfig) -> Section | None:
+        held = _value(config, self.path)
+        if held is None or type(held) is self.declares:
+            return held
+        return self.declares.model_construct(**{name: getattr(held, name) for name in self.declares.model_fields})
+
+    def keys(self, operational: bool | None) -> Iterator[str]:
+        """The dotted keys; see `StageConfig.keys`."""
+        for name in self.declares.model_fields:
+            if operational in (None, name in self.declares.operational):
+                yield f"{self.path}.{name}"
+
+
+def _part(field: FieldInfo) -> _Part | None:
+    if not isinstance(field.json_schema_extra, dict) or "section" not in field.json_schema_extra:
+        return None
+    options = (field.annotation, *get_args(field.annotation))
+    declares = next(option for option in options if isinstance(option, type) and issubclass(option, Section))
+    return _Part(str(field.json_schema_extra["section"]), declares)
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:
@@ -173,7 +218,10 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
     if not comparable or before.get("type", after.get("type")) != after.get("type"):  # type: ignore[union-attr]
         return [f"{path}: {_short(before)} -> {_short(after)}"]
     lines: list[str] = []
+    operational = now.operational if isinstance(now, Section) else frozenset()
     for name, field in type(now).model_fields.items():
+        if name in operational:
+            continue
         before_value = before.get(name, _json(field.get_default()))  # type: ignore[union-attr]
         lines += _changes(f"{path}.{name}", before_value, getattr(now, name))
     return lines

@@ -43,7 +43,9 @@ def generations(driver: Driver, k: int) -> StageHandle | None:
             update_rollout_weights(driver, k)
     # a later iteration joins as soon as the engine has room, so that it never waits for the longest response of an
     # iteration; unless the engine generates in batches, or it is not known in advance how many prompts are drawn
-    overlap = config.rollout.ahead > 0 and not config.rollout.in_batches and config.algorithm.dynamic_sampling is None
+    overlap = (
+        config.rollout.ahead > 0 and not config.rollout.engine.in_batches and config.algorithm.dynamic_sampling is None
+    )
     before: StageHandle | None = None
     for j in iterations:
         if j not in rollout.started or rollout.started[j].failed:

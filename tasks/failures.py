@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ratchet.infra.store.manifest import Manifest
 from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.config import RunConfig
-from ratchet.tasks.stages.generate import FIRST_TURN_CLIP_RATIO, GENERATE, KINDS
+from ratchet.rlhf.config.sections import AgentConfig, EnvironmentConfig
+from ratchet.tasks.stages.generate import FIRST_TURN_CLIP_RATIO, GENERATE
 from ratchet.tasks.stages.greedy_baseline import GREEDY_BASELINE
 from ratchet.tasks.stages.score import SCORE
 from ratchet.tasks.stages.validate import VALIDATE
@@ -60,7 +61,7 @@ def told(store: RunStore, config: RunConfig, manifest: Manifest) -> Iterator[str
     place = f"{'the validation before ' if manifest.stage == VALIDATE.name else ''}iteration {manifest.iteration}"
     for failure in FAILURES.get(manifest.stage, ()):
         if count := int(manifest.metrics.get(failure.metric, 0)):
-            what = failure.what or KINDS["rollout.environment" if config.rollout.agent is None else "rollout.agent"]
+            what = failure.what or (EnvironmentConfig if config.rollout.agent is None else AgentConfig).noun
             trajectories = "1 trajectory" if count == 1 else f"{count} trajectories"
             yield f"{place}: {what} failed for {trajectories}; the first: {_first(store, manifest, failure.column)}"
     if (share := manifest.metrics.get(FIRST_TURN_CLIP_RATIO, 0.0)) > MANY_CUT:

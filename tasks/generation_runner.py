@@ -94,7 +94,7 @@ class Generation(Generic[C, S]):
             self._journal()
 
     def _journal(self) -> None:
-        if self.driver.config.rollout.in_batches or self.driver.config.rollout.journal_s is None:
+        if self.driver.config.rollout.engine.in_batches or self.driver.config.rollout.journal_s is None:
             return  # a batch starts again as a whole
         store = self.driver.store
         numbers = [store.begin_attempt(self.iteration, JOURNAL) for _ in self.replicas]
@@ -120,7 +120,7 @@ def _replicas(driver: Driver) -> Replicas:
         replicas = driver.rollout.replicas
         if replicas is None or replicas.feed.error is not None:
             config = driver.config.rollout
-            limit = None if config.in_batches else config.max_in_flight
+            limit = None if config.engine.in_batches else config.max_in_flight
             replicas = Replicas(driver.groups.of("rollout").replicas(), limit, partial(_generate, driver))
             driver.rollout.replicas = replicas
         return replicas

@@ -102,7 +102,7 @@ def _sent_or_loaded(driver: Driver, group: WorkerGroup, weights: Weights) -> int
     """See `_from_elsewhere`; None if the actor was updated meanwhile."""
     state, actor = driver.state, driver.groups.of("actor")
     rollout = driver.config.rollout
-    if group is actor and rollout.engine == "server" and rollout.mode == "sync":
+    if group is actor and rollout.engine.outlives_runs and rollout.mode == "sync":
         # the iteration trains from the same weights, and a server is compared with an actor that holds its weights
         ensure_weights(driver, "actor", weights)
     elif weights == state.initial["actor"]:

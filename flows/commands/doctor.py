@@ -15,6 +15,7 @@ from ratchet.flows.commands.console import console
 from ratchet.flows.commands.starting import silence_prefect
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.rlhf.config import ActorConfig, TrainerConfig
+from ratchet.rlhf.config.engines import DeepSpeedConfig, FSDPConfig, MegatronConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Request, Sampling
 
@@ -91,11 +92,12 @@ def _tried(attempt: Callable[[], str]) -> str:
 
 
 def _trainers() -> dict[str, TrainerConfig]:
-    stages = get_args(TrainerConfig.model_fields["zero_stage"].annotation)
-    trainers: dict[str, TrainerConfig] = {"engine torch": ActorConfig(), "engine fsdp": ActorConfig(engine="fsdp")}
-    return trainers | {
-        **{f"engine deepspeed, zero_stage {n}": ActorConfig(engine="deepspeed", zero_stage=n) for n in stages},
-        "engine megatron": ActorConfig(engine="megatron"),
+    stages = get_args(DeepSpeedConfig.model_fields["zero_stage"].annotation)
+    return {
+        "engine torch": ActorConfig(),
+        "engine fsdp": ActorConfig(engine=FSDPConfig()),
+        **{f"engine deepspeed, zero_stage {n}": ActorConfig(engine=DeepSpeedConfig(zero_stage=n)) for n in stages},
+        "engine megatron": ActorConfig(engine=MegatronConfig()),
     }
 
 

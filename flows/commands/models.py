@@ -85,7 +85,7 @@ def evaluate(
         changes |= {"rollout.max_response_tokens": max_response_tokens} if max_response_tokens else {}
         changes |= {"reward.function": reward, "reward.model": None, "reward.options": {}} if reward else {}
         if server:
-            changes |= {"rollout.engine": "server", "rollout.server.urls": [server], "rollout.server.api": api.value}
+            changes |= {"rollout.engine": {"type": "server", "urls": [server], "api": api.value}}
         config, version = evaluation_config(name, store, iteration, Path(folder), changes, overrides or [])
         prefect = start_server()
         from ratchet.flows.evaluate import evaluate as flow
@@ -132,9 +132,9 @@ def exported_config(
     run: Run, version: int, folder: Path, changes: Mapping[str, object], overrides: Sequence[str]
 ) -> RunConfig:
     """Export a snapshot to `folder`, and return the run's config with that model and with changes."""
-    # reset keys that only training uses: an older run may have values that are not valid any more
+    # reset keys that only training uses
     needed: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
-    if run.config.rollout.engine == "server":  # the server may not have the weights of this snapshot
+    if run.config.rollout.engine.outlives_runs:  # the server may not have the weights of this snapshot
         needed["rollout.engine"] = "hf"
     config = run.config.with_values({**needed, **changes}, overrides)
     consent.require(run.config, config.with_values({"model.path": run.config.model.path}))
@@ -209,7 +209,7 @@ def ingest(
     from ratchet.infra.runs.ingest import ingest as read_logs
     from ratchet.infra.runs.parquet_file import write_parquet
     from ratchet.infra.runs.run import open_run
-    from ratchet.rlhf.data.folders import ENDINGS
+    from ratchet.rlhf.config.sections import ENDINGS
 
     is_file = [source.endswith(ENDINGS) or Path(source).is_file() for source in sources]
     logs = [

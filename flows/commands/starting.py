@@ -18,8 +18,9 @@ def announce(config: RunConfig, accept_changes: bool) -> None:
     silence_prefect()
     from ratchet.flows.summary import first_prompt, summary
     from ratchet.flows.terminal import progress
-    from ratchet.infra.execution.driver import check_start, say_what_changed
+    from ratchet.infra.execution.driver import check_start
     from ratchet.infra.execution.epochs import with_iterations
+    from ratchet.infra.execution.preflight.run import say_what_changed
     from ratchet.tasks.fingerprints import check_open_iteration
 
     with progress(console):

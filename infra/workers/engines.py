@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.engines import VLLMConfig
 from ratchet.rlhf.data.turns import treat_special_tokens
 from ratchet.rlhf.models.loading import actor_skeleton, critic_skeleton, load_reward_model
 from ratchet.rlhf.models.tokenizers import load_tokenizer
@@ -131,7 +132,7 @@ class Engines:
         actor, which is the actor's base model."""
         config = self.config
         actor = config.actor
-        rollout_shares = config.rollout.engine == "hf" and actor.engine == "torch" and actor.sequence_parallel == 1
+        rollout_shares = not config.rollout.engine.own_process and actor.engine.whole_model
         reference_shares = config.model.lora is not None and config.reference.model is None
         shares = {"rollout": rollout_shares, "reference": reference_shares}
         return "actor" if "actor" in self.roles and shares.get(role) else role
@@ -148,10 +149,10 @@ class Engines:
 
         if self._has_checked_memory:
             return
-        shares_gpu = "rollout" in self.roles and self.config.rollout.engine == "vllm" and torch.cuda.is_available()
-        if shares_gpu:
+        engine = self.config.rollout.engine
+        if isinstance(engine, VLLMConfig) and "rollout" in self.roles and torch.cuda.is_available():
             _, total = torch.cuda.mem_get_info()
-            device_memory.check_config(self.config, self.roles, total)
+            device_memory.check_config(self.config, engine, self.roles, total)
         self._has_checked_memory = True
 
     def _offload_others(self, owner: str) -> None:
@@ -170,8 +171,8 @@ class Engines:
                 self.team.meet()  # nobody uses the devices of another rank before they are free
 
     def _offloads(self, role: str) -> bool:
-        if role == "ema":  # nothing computes with it; DeepSpeed cannot move what stage 3 shards
-            return not (self.config.actor.engine == "deepspeed" and self.config.actor.zero_stage == 3)
+        if role == "ema":  # nothing computes with it
+            return self.config.actor.engine.moves_state
         trainer = self.config.critic if role == "critic" else self.config.actor
         return trainer is not None and trainer.offload_when_idle
 

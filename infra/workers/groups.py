@@ -93,7 +93,7 @@ class WorkerGroups:
         if pool is not None:
             return f"pool {pool}"
         offload_when_idle = any(trainer.offload_when_idle for trainer in self.config.trainers.values())
-        has_own_process = role == "rollout" and self.config.rollout.engine != "hf" and not offload_when_idle
+        has_own_process = role == "rollout" and self.config.rollout.engine.own_process and not offload_when_idle
         return "rollout" if has_own_process else "driver"
 
     def close(self) -> None:

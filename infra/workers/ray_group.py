@@ -369,7 +369,7 @@ class RayGroup:
         amounts = _amounts(bundle, pool.accelerator_type)
         asks_for = f"{pool.workers // size} x {amounts}"
         if size > 1:
-            asks_for += f", each on one machine ({size} workers share a vLLM by rollout.vllm.tensor_parallel)"
+            asks_for += f", each on one machine ({size} workers share a vLLM by rollout.engine.tensor_parallel)"
         note(f"starting pool {self.name}: {asks_for} for {', '.join(self.roles)}")
         placement = ray.util.placement_group(
             [bundle] * (pool.workers // size), strategy="PACK", lifetime=lifetime, name=self._place

@@ -55,7 +55,7 @@ class RolloutWeights:
             with _to_the_end(actor.weights(self._dtype)) as tensors:
                 moved = rollout.load_weights(tensors, actor.adapter_config)
             self._engines.rollout_is_empty = False
-            if self._config.rollout.engine == "server":
+            if self._config.rollout.engine.outlives_runs:
                 self._compare_server(rollout, self._engines.model("actor"))
             if self._config.actor.offload_when_idle:  # gathering has taken memory, which the engine needs to wake
                 release_memory(ranks.device())
@@ -67,7 +67,7 @@ class RolloutWeights:
         self._held.lose("rollout")
         if stored is not None:
             self._load(stored.tensors(), stored.file("adapter_config.json"))
-        elif self._config.rollout.engine == "server":  # the server may hold other weights
+        elif self._config.rollout.engine.outlives_runs:  # the server may hold other weights
             from ratchet.rlhf.models.hub_layout import hub_weights
 
             self._load(hub_weights(load_actor(self._config.model, self._config.run.seed)), None)
@@ -163,11 +163,11 @@ class RolloutWeights:
         """Load weights into a rollout in a different process from the actor."""
         rollout = self._engines.rollout(generates=False)
         self._engines.rollout_is_empty = False
-        if self._config.rollout.engine != "server" or self._has_compared_server:
+        if not self._config.rollout.engine.outlives_runs or self._has_compared_server:
             rollout.load_weights(tensors, adapter_config)
             return
         from ratchet.rlhf.models.hub_layout import hub_weights
-        from ratchet.rlhf.train.model_engine import copy_weights
+        from ratchet.rlhf.models.hub_layout import copy_weights
         from ratchet.rlhf.train.torch_engine import TorchEngine
 
         # there is no actor here to compare the server's log-probs with, so load one
@@ -195,12 +195,9 @@ class RolloutWeights:
             truncation=data.truncation,
             system_prompt=data.system_prompt,
         )
-        sampling = Sampling(
+        sampling = Sampling.of(
+            rollout_config,
             temperature=rollout_config.temperature,
-            top_p=rollout_config.top_p,
-            top_k=rollout_config.top_k,
-            min_p=rollout_config.min_p,
-            max_tokens=rollout_config.max_response_tokens,
             seed=self._config.run.seed,
             seeds=rollout_config.seeds,
         )

@@ -266,7 +266,7 @@ class Worker:
     def _generator(self, engine: RolloutEngine) -> Generator:
         from ratchet.rlhf.agents.agent_loop import Generator
 
-        assert engine.in_batches == self.config.rollout.in_batches
+        assert engine.in_batches == self.config.rollout.engine.in_batches
         return Generator(engine, self.resources.tokenizer, interruptible=self.config.rollout.partial)
 
     def update(self, request: UpdateCall[C]) -> Updated:

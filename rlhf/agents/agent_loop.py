@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.sessions import Policy, Recorded, Recorder
+from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.environments.calls import EnvironmentCalls, OnError
+from ratchet.rlhf.environments.calls import EnvironmentCalls
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 from ratchet.rlhf.environments.environment import EnvironmentFailed
 from ratchet.rlhf.errors import EngineLost, NotFinite

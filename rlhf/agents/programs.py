@@ -6,13 +6,14 @@ import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent import KEY, AgentFailed, Program
 from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.protocol import MODEL
 from ratchet.rlhf.agents.sessions import Limits, Policy, Recorded, Session
+from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.environments.calls import Raised, in_thread
 from ratchet.rlhf.environments.dialogues import Dialogue, Result
@@ -21,7 +22,6 @@ from ratchet.rlhf.errors import raised
 if TYPE_CHECKING:
     pass
 
-OnError = Literal["retry", "drop", "fail"]
 LOOP = "agents"
 """The event loop of async programs: one that blocks it keeps other programs waiting, and never the engine."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.sessions import Answer, Asked, Limits, Policy, Recorded, Refused, Session
-from ratchet.rlhf.environments.calls import OnError
+from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.environments.dialogues import Dialogue
 from ratchet.rlhf.rollout.engine import Request
 

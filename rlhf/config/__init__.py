@@ -3,6 +3,7 @@
 from ratchet.rlhf.config.fine_tuning import FitConfig, RewardTraining, SFTConfig
 from ratchet.rlhf.config.reading import differences, keys, models_in, overridden, read_yaml, validated, yaml_text
 from ratchet.rlhf.config.run import RunConfig, load_config, parse_config, stored_config
+from ratchet.rlhf.config.section import Section
 from ratchet.rlhf.config.sections import (
     OWN,
     ActorConfig,
@@ -21,7 +22,6 @@ from ratchet.rlhf.config.sections import (
     RewardConfig,
     RewardModelConfig,
     RunSection,
-    Section,
     Tracker,
     TrainerConfig,
 )

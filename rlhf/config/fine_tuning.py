@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ratchet.rlhf.config.sections import CHECKPOINTING, ModelConfig, RunSection, Section, SpecialTokens
+from ratchet.rlhf.config.section import Section
+from ratchet.rlhf.config.sections import CHECKPOINTING, ModelConfig, RunSection, SpecialTokens
 
 
 class FitConfig(Section):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf.built_in_rewards import solved_score
+from ratchet.rlhf.config.engines import FSDPConfig, HFConfig, ServerConfig, VLLMConfig
 from ratchet.rlhf.config.reading import yaml_text
 
 if TYPE_CHECKING:
     from ratchet.rlhf.config.run import RunConfig
-    from ratchet.rlhf.config.sections import ModelConfig, ReplayConfig, TrainerConfig
+    from ratchet.rlhf.config.sections import ModelConfig, ReplayConfig, RolloutConfig, TrainerConfig
 
 
 def _roles_are_placed(config: RunConfig) -> Iterator[str]:
@@ -34,23 +34,23 @@ def _roles_are_placed(config: RunConfig) -> Iterator[str]:
 
 def _rollout_teams_fit(config: RunConfig) -> Iterator[str]:
     """One vLLM spans the GPUs of one worker, or of several whole workers."""
-    name, needed = config.pool_of("rollout"), config.rollout.vllm.tensor_parallel
-    if name is None or config.rollout.engine != "vllm" or needed == 1:
+    name, needed = config.pool_of("rollout"), config.rollout.engine.devices
+    if name is None or needed == 1:
         return
     workers, gpus, size = config.pools[name].workers, config.pools[name].gpus_per_worker, config.rollout_team_size
     if 0 < gpus < 1:
         yield (
-            f"rollout.vllm.tensor_parallel is {needed}, but the workers of pools.{name} share GPUs (gpus_per_worker "
+            f"rollout.engine.tensor_parallel is {needed}, but the workers of pools.{name} share GPUs (gpus_per_worker "
             f"{gpus:g}): set pools.{name}.gpus_per_worker to 1"
         )
     if size > 1 and gpus and needed % gpus:
         yield (
-            f"rollout.vllm.tensor_parallel is {needed}, which is not a multiple of pools.{name}.gpus_per_worker "
+            f"rollout.engine.tensor_parallel is {needed}, which is not a multiple of pools.{name}.gpus_per_worker "
             f"({gpus:g}): change one of them"
         )
     if workers % size:
         yield (
-            f"rollout.vllm.tensor_parallel is {needed}, the GPUs of {size} workers, but pools.{name}.workers is "
+            f"rollout.engine.tensor_parallel is {needed}, the GPUs of {size} workers, but pools.{name}.workers is "
             f"{workers}, which is not a multiple of {size}: change one of them"
         )
 
@@ -82,41 +82,38 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         owner = "actor" if role in shared else role  # whose keys they are
         pool = config.pool_of(role)
         workers = 1 if pool is None else config.pools[pool].workers
-        for key, size in (("sequence_parallel", trainer.sequence_parallel), *_teams(trainer)):
+        engine = trainer.engine
+        for key, size in engine.teams.items():
             if workers % size:
                 yield (
-                    f"{owner}.{key} is {size}, which does not divide the number of processes that hold "
+                    f"{owner}.engine.{key} is {size}, which does not divide the number of processes that hold "
                     f"the {role} ({workers}): change one of them"
                 )
-        if trainer.tensor_parallel > 1 and trainer.engine != "megatron":
-            yield from _tensor_parallel_fits(config, owner, trainer)
         model = config.model_of(role)
         own = {"critic": config.critic and config.critic.model, "reference": config.reference.model}.get(role)
         model_key = "teacher" if role == "teacher" else "model" if own is None else f"{role}.model"
-        if trainer.engine == "megatron":
-            for key in _beyond_megatron(owner, trainer, model_key, model):
+        if engine.own_layers:
+            for key in _beyond_own_layers(owner, trainer, model_key, model):
                 unsupported.setdefault(key, {})[owner] = None
-        yield from _megatron_fits(owner, trainer)
-        if (
-            model.kernels == "compile"
-            and trainer.engine != "megatron"
-            and (trainer.engine == "deepspeed" or trainer.tensor_parallel > 1)
-        ):
-            conflict = f"{owner}.engine deepspeed" if trainer.engine == "deepspeed" else f"{owner}.tensor_parallel"
-            uncompiled.setdefault(model_key, {})[conflict] = None
-        if trainer.shard_size is not None:
-            yield from _shard_size_fits(owner, role, trainer, workers)
-        if not trainer.reshard_after_forward and trainer.engine != "fsdp":
-            yield f"{owner}.reshard_after_forward requires {owner}.engine fsdp, not {trainer.engine}: remove it"
-        if trainer.offload_when_idle and trainer.offload:
+        elif model.kernels == "compile" and not engine.compiles:
+            conflict = "engine.tensor_parallel" if engine.matrices_are_split else f"engine {engine.type}"
+            uncompiled.setdefault(model_key, {})[f"{owner}.{conflict}"] = None
+        if engine.matrices_are_split and (config.critic_model if role == "critic" else config.model).lora is not None:
+            yield f"{owner}.engine.tensor_parallel does not work with model.lora: remove one of them"
+        if isinstance(engine, FSDPConfig) and engine.shard_size is not None and workers % engine.shard_size:
             yield (
-                f"{owner}.offload already keeps the state in host memory, so {owner}.offload_when_idle does nothing: "
-                "set only one of them"
+                f"{owner}.engine.shard_size is {engine.shard_size}, which does not divide the number of processes that "
+                f"hold the {role} ({workers}): change one of them"
             )
-        elif trainer.offload_when_idle and trainer.engine == "deepspeed" and trainer.zero_stage == 3:
+        if trainer.offload_when_idle and engine.keeps_state_on_host:
             yield (
-                f"{owner}.offload_when_idle does not work with {owner}.zero_stage 3, because DeepSpeed cannot move its "
-                f"state: use {owner}.offload, a lower stage, or {owner}.engine fsdp"
+                f"{owner}.engine.offload already keeps the state in host memory, so {owner}.offload_when_idle does "
+                "nothing: set only one of them"
+            )
+        elif trainer.offload_when_idle and not engine.moves_state:
+            yield (
+                f"{owner}.offload_when_idle does not work with {owner}.engine.zero_stage 3, because DeepSpeed cannot "
+                f"move its state: use {owner}.engine.offload, a lower stage, or {owner}.engine fsdp"
             )
         mini_batch = trainer.mini_batch_trajectories
         if mini_batch is not None and mini_batch > total:
@@ -220,15 +217,15 @@ def _environment_fits(config: RunConfig) -> Iterator[str]:
             yield "rollout.agent and rollout.environment are both set: a program has tools of its own; remove one"
         if reward.model is not None and reward.model.kind == "process":
             yield "reward.model.kind process scores the steps of one response, and rollout.agent has calls: use outcome"
-    talks = "rollout.agent" if rollout.environment is None else "rollout.environment"
-    if rollout.environment is None and rollout.agent is None:
+    partner = rollout.partner
+    if partner is None:
         return
     for key, conflict in (
         ("rollout.ignore_eos", rollout.ignore_eos),
         (f"algorithm.advantage {config.algorithm.advantage.type}", config.needs_greedy_scores),
     ):
         if conflict:
-            yield f"{talks} does not work with {key}, which does not support turns: remove one of them"
+            yield f"{partner.key} does not work with {key}, which does not support turns: remove one of them"
 
 
 def _comparing(config: RunConfig) -> list[str]:
@@ -273,35 +270,25 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
     yield from _environment_fits(config)
     if rollout.partial and rollout.mode != "async":
         yield f"rollout.partial requires rollout.mode async, but rollout.mode is {rollout.mode}"
-    if rollout.engine != "vllm" and rollout.vllm.tensor_parallel > 1:
+    if rollout.max_staleness != 1 and rollout.mode != "async":
         yield (
-            f"rollout.vllm.tensor_parallel is {rollout.vllm.tensor_parallel}, but rollout.engine is {rollout.engine}: "
-            "remove it, or set rollout.engine to vllm"
+            f"rollout.max_staleness is {rollout.max_staleness}, which requires rollout.mode async, but rollout.mode is "
+            f"{rollout.mode}: remove it"
         )
-    if rollout.engine != "vllm" and rollout.quantization is not None:
-        yield f"rollout.quantization {rollout.quantization} is for rollout.engine vllm: remove it"
-    if rollout.seeds == "engine" and rollout.engine == "hf":
-        yield "rollout.seeds engine is for rollout.engine vllm and server: hf always has trajectory seeds"
+    engine = rollout.engine
+    if rollout.seeds == "engine" and not engine.own_seeds:
+        yield f"rollout.seeds engine is for rollout.engine vllm and server: {engine.type} always has trajectory seeds"
     if rollout.seeds == "engine" and config.run.deterministic:
         yield (
             "rollout.seeds engine draws responses that cannot be repeated, but run.deterministic is set: use "
             "rollout.seeds trajectory"
         )
-    if rollout.engine == "hf":
+    if isinstance(engine, HFConfig):
         return
-    if rollout.engine == "server" and not rollout.server.urls:
-        yield "rollout.engine is server, but rollout.server.urls is empty: list the servers"
-    if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.server.weights_folder is not None:
-        yield "rollout.server.api tgi cannot load new weights: use vllm or sglang to train"
-    if rollout.engine == "server" and rollout.server.api == "tgi" and rollout.min_p:
-        yield "rollout.server.api tgi has no min_p: remove rollout.min_p"
-    if rollout.engine == "server" and rollout.server.api == "sglang" and rollout.min_p and rollout.seeds != "engine":
-        yield (
-            "rollout.server.api sglang has no min_p for requests with a seed: remove rollout.min_p, or set "
-            "rollout.seeds to engine"
-        )
-    if rollout.engine == "server" and config.model.lora is not None:
-        yield "rollout.engine server cannot load adapters: use vllm or hf with model.lora"
+    if isinstance(engine, ServerConfig):
+        yield from _server_fits(engine, rollout)
+    if not engine.loads_adapters and config.model.lora is not None:
+        yield f"rollout.engine {engine.type} cannot load adapters: use vllm or hf with model.lora"
     temperatures = {
         "rollout.temperature": rollout.temperature,
         "validation.temperature": config.validation.temperature,
@@ -310,14 +297,26 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
         if rollout.truncated_by and temperature not in (0.0, 1.0):
             by = rollout.truncated_by[0]
             yield (
-                f"rollout.engine {rollout.engine} gives log-probs either before {by} or at a temperature, not both: "
+                f"rollout.engine {engine.type} gives log-probs either before {by} or at a temperature, not both: "
                 f"with rollout.{by} {getattr(rollout, by)}, {key} must be 1 (or 0), but is {temperature}"
             )
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-    if rollout.vllm.max_model_len is not None and rollout.vllm.max_model_len < longest:
+    if isinstance(engine, VLLMConfig) and engine.max_model_len is not None and engine.max_model_len < longest:
         yield (
-            f"rollout.vllm.max_model_len is {rollout.vllm.max_model_len}, less than data.max_prompt_tokens + "
+            f"rollout.engine.max_model_len is {engine.max_model_len}, less than data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {longest}: raise it, or leave it out"
+        )
+
+
+def _server_fits(server: ServerConfig, rollout: RolloutConfig) -> Iterator[str]:
+    if server.api == "tgi" and server.weights_folder is not None:
+        yield "rollout.engine.api tgi cannot load new weights: use vllm or sglang to train"
+    if server.api == "tgi" and rollout.min_p:
+        yield "rollout.engine.api tgi has no min_p: remove rollout.min_p"
+    if server.api == "sglang" and rollout.min_p and rollout.seeds != "engine":
+        yield (
+            "rollout.engine.api sglang has no min_p for requests with a seed: remove rollout.min_p, or set "
+            "rollout.seeds to engine"
         )
 
 
@@ -340,7 +339,7 @@ def _drawing_fits(config: RunConfig) -> Iterator[str]:
             f"{config.rollout.ahead} iterations ahead, before those scores are committed: set data.curriculum.lag to "
             f"{config.rollout.ahead + 1} or more"
         )
-    alone = config.reward.model is None and config.rollout.environment is None and config.rollout.agent is None
+    alone = config.reward.model is None and config.rollout.partner is None
     if solved_score(curriculum.solved_score, config.reward.function, alone=alone) is None:
         yield (
             "data.curriculum needs the smallest score of a solved answer, which this reward does not tell: set "
@@ -389,79 +388,23 @@ def _experts_fit(config: RunConfig, replay: ReplayConfig) -> Iterator[str]:
         )
 
 
-def _teams(trainer: TrainerConfig) -> Iterator[tuple[str, int]]:
-    """Yield numbers of processes that compute together, and the keys that ask for them."""
-    tensor, pipeline = ("tensor_parallel", trainer.tensor_parallel), ("pipeline_parallel", trainer.pipeline_parallel)
-    if trainer.engine != "megatron":
-        if trainer.engine == "fsdp":  # others have none
-            yield tensor
-        return
-    context, expert = ("context_parallel", trainer.context_parallel), ("expert_parallel", trainer.expert_parallel)
-    for keys in ((tensor, context, pipeline), (expert, pipeline)):
-        sizes = {key: size for key, size in keys if size > 1}
-        yield " x ".join(sizes), math.prod(sizes.values())
-
-
-def _tensor_parallel_fits(config: RunConfig, role: str, trainer: TrainerConfig) -> Iterator[str]:
-    model = config.critic_model if role == "critic" else config.model
-    for key, conflict in (
-        (f"{role}.engine {trainer.engine}", trainer.engine != "fsdp"),
-        (f"{role}.sequence_parallel", trainer.sequence_parallel > 1),
-        ("model.lora", model.lora is not None),
-    ):
-        if conflict:
-            yield f"{role}.tensor_parallel requires {role}.engine fsdp or megatron and does not work with {key}"
-
-
-def _megatron_fits(owner: str, trainer: TrainerConfig) -> Iterator[str]:
-    """Refuse the options of engine megatron with other engines, and theirs with it."""
-    if trainer.engine == "megatron":
-        if trainer.sequence_parallel > 1:
-            yield f"{owner}.sequence_parallel does not work with engine megatron: set {owner}.context_parallel instead"
-        return
-    for key, is_set in (
-        ("pipeline_parallel", trainer.pipeline_parallel > 1),
-        ("context_parallel", trainer.context_parallel > 1),
-        ("expert_parallel", trainer.expert_parallel > 1),
-        ("distributed_optimizer", not trainer.distributed_optimizer),
-    ):
-        if is_set:
-            yield f"{owner}.{key} requires {owner}.engine megatron, not {trainer.engine}: remove it"
-
-
-def _beyond_megatron(owner: str, trainer: TrainerConfig, model_key: str, model: ModelConfig) -> Iterator[str]:
-    """The settings that engine megatron does not support."""
+def _beyond_own_layers(owner: str, trainer: TrainerConfig, model_key: str, model: ModelConfig) -> Iterator[str]:
+    """The settings that an engine with layers of its own does not support."""
     for key, is_set in (
         (f"{model_key}.lora", model.lora is not None),
         (f"{model_key}.kernels {model.kernels}", model.kernels != "torch"),
         (f"{model_key}.attention {model.attention}", model.attention != "sdpa"),
         (f"{owner}.packing true", trainer.packing is True),
-        (f"{owner}.offload", trainer.offload),
     ):
         if is_set:
             yield key
-
-
-def _shard_size_fits(owner: str, role: str, trainer: TrainerConfig, workers: int) -> Iterator[str]:
-    size, team = trainer.shard_size, trainer.tensor_parallel
-    assert size is not None
-    if trainer.engine != "fsdp":
-        yield f"{owner}.shard_size requires {owner}.engine fsdp, not {trainer.engine}: remove it"
-        return
-    if workers % size:
-        yield (
-            f"{owner}.shard_size is {size}, which does not divide the number of processes that hold the {role} "
-            f"({workers}): change one of them"
-        )
-    if size % team:
-        yield f"{owner}.shard_size is {size}, which is no multiple of {owner}.tensor_parallel {team}: raise it"
 
 
 def _algorithms_fit(config: RunConfig) -> Iterator[str]:
     """Refuse algorithms that contradict each other."""
     algorithm = config.algorithm
     advantage, kl, sampling = algorithm.advantage, algorithm.kl, algorithm.dynamic_sampling
-    if config.rollout.environment is None and config.rollout.agent is None and "turns" in advantage.needs:
+    if config.rollout.partner is None and "turns" in advantage.needs:
         yield (
             f"algorithm.advantage {advantage.type} is for turns, but there is no rollout.environment or rollout.agent "
             "that takes turns with the policy: set one, or choose another advantage (grpo, gae)"

@@ -53,12 +53,12 @@ def overridden(tree: dict[str, Any], overrides: Iterable[str], model: type[BaseM
             position = next(inside, position)
         changes.insert(position, (section, value))
     for key, value in changes:
-        _write_out(tree, key, model)
+        write_out(tree, key, model)
         set_value(tree, key, value)
     return tree
 
 
-def _write_out(tree: dict[str, Any], key: str, model: type[BaseModel]) -> None:
+def write_out(tree: dict[str, Any], key: str, model: type[BaseModel]) -> None:
     """Replace plain texts that stand for the sections around a key by those sections, so that the key can be set."""
     parts = key.split(".")
     section: Any = tree
@@ -204,7 +204,8 @@ def plain_value(text: str) -> Any:
 def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseModel]) -> dict[str, str]:
     """What is wrong and how to fix it, by key: an unknown section has a line for each key that another program has."""
     key = _key(problem["loc"], tree)
-    if problem["type"] == "extra_forbidden" and "rollout" in model.model_fields:
+    is_foreign = problem["type"] == "extra_forbidden" and not _choices_with(key, model)
+    if is_foreign and "rollout" in model.model_fields:
         from ratchet.rlhf.config.counterparts import SOURCES, answers  # only errors need the tables
 
         foreign = answers(key, problem["input"], tuple(model.model_fields), SOURCES)
@@ -229,6 +230,11 @@ def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str
         return f"{key}.type is {problem['ctx']['tag']!r}: input should be one of {problem['ctx']['expected_tags']}"
     if problem["type"] == "extra_forbidden" and key in REFUSED:
         return f"{key} is not supported: {REFUSED[key]}"
+    if problem["type"] == "extra_forbidden" and (others := _choices_with(key, model)):
+        holder = key.rpartition(".")[0]
+        chosen = next(part for part in reversed(problem["loc"][:-1]) if isinstance(part, str))
+        choose = f", or set {holder}.type to {' or '.join(others)}"
+        return f"{key} is no option of {chosen}, but of {_listed(others)}: remove it{choose}"
     if problem["type"] == "extra_forbidden":
         lists = "`ratchet train --help`" if "rollout" in model.model_fields else "docs/configuration.md"
         return f"{key} is not a key of the config{_near(key, model)}; {lists} lists them"
@@ -245,6 +251,17 @@ def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str
     if problem["type"] == "value_error":
         return f"{key}: {message}" if key else message
     return f"{key} is {given!r}: {message[0].lower()}{message[1:]}"
+
+
+def _choices_with(key: str, model: type[BaseModel]) -> list[str]:
+    """The choices of a section with a `type` that have an option of this name."""
+    holder, _, option = key.rpartition(".")
+    known = (re.fullmatch(r"(.*)\[(.*)\]\.(.*)", name) for name, *_ in keys(model))
+    return [found[2] for found in known if found and (found[1], found[3]) == (holder, option)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _near(key: str, model: type[BaseModel]) -> str:

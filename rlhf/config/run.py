@@ -11,23 +11,21 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.incompatibilities import incompatible
-from ratchet.rlhf.config.reading import overridden, read_yaml, set_value, validated
+from ratchet.rlhf.config.reading import overridden, read_yaml, set_value, validated, write_out
+from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section
 from ratchet.rlhf.config.sections import (
-    NULL_IS_OFF,
     ActorConfig,
     AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
     DataConfig,
     ModelConfig,
-    OneOrMore,
     PoolConfig,
     ReferenceConfig,
     RewardConfig,
     Role,
     RolloutConfig,
     RunSection,
-    Section,
     Tracker,
     TrainConfig,
     TrainerConfig,
@@ -207,9 +205,9 @@ class RunConfig(Section):
     def rollout_team_size(self) -> int:
         """Number of a pool's workers whose devices one rollout engine spans; a worker without a GPU is one device."""
         pool = self.pool_of("rollout")
-        if pool is None or self.rollout.engine != "vllm":
+        if pool is None:
             return 1
-        return math.ceil(self.rollout.vllm.tensor_parallel / max(1.0, self.pools[pool].gpus_per_worker))
+        return math.ceil(self.rollout.engine.devices / max(1.0, self.pools[pool].gpus_per_worker))
 
     @property
     def on_policy(self) -> bool:
@@ -265,14 +263,14 @@ class RunConfig(Section):
     @property
     def solved_score(self) -> float | None:
         """The smallest score of a solved answer in a validation; None if the scores do not tell right from wrong."""
-        alone = self.reward.model is None and self.rollout.environment is None and self.rollout.agent is None
+        alone = self.reward.model is None and self.rollout.partner is None
         return solved_score(self.validation.solved_score, self.reward.function, alone=alone)
 
     @property
     def selects(self) -> bool:
         """Whether an iteration may generate more trajectories than it learns from."""
-        talks = self.rollout.environment or self.rollout.agent
-        drops = self.reward.on_error == "drop" or (talks is not None and talks.on_error != "fail")
+        partner = self.rollout.partner
+        drops = self.reward.on_error == "drop" or (partner is not None and partner.on_error != "fail")
         return drops or self.algorithm.dynamic_sampling is not None
 
     @model_validator(mode="after")
@@ -307,6 +305,7 @@ class RunConfig(Section):
     def _with(self, values: Mapping[str, Any]) -> dict[str, Any]:
         tree = self.model_dump(mode="json")
         for key, value in values.items():
+            write_out(tree, key, RunConfig)
             set_value(tree, key, value)
         return tree
 
@@ -346,8 +345,10 @@ def _generates_stale(tree: Mapping[str, Any]) -> bool:
 def _generates_with_other_rounding(tree: Mapping[str, Any]) -> bool:
     """Tell whether a config generates with another program than the trainer's, in less than float32."""
     rollout, model = _section(tree, "rollout"), _section(tree, "model")
-    is_rounded = model.get("dtype") != "float32" or rollout.get("quantization") is not None
-    return rollout.get("engine") in ("vllm", "server") and is_rounded
+    engine = rollout.get("engine")
+    chosen = engine if isinstance(engine, Mapping) else {"type": engine}
+    is_rounded = model.get("dtype") != "float32" or chosen.get("quantization") is not None
+    return chosen.get("type") in ("vllm", "server") and is_rounded
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -7,10 +7,10 @@ The description of a number that changes what is learned names the recipe that i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet.rlhf.algorithms import (
     GAE,
@@ -26,23 +26,12 @@ from ratchet.rlhf.algorithms import (
 )
 from ratchet.rlhf.algorithms.optimizers import AdamW, Optimizer
 from ratchet.rlhf.built_in_rewards import JUDGE
+from ratchet.rlhf.config.engines import HFConfig, RolloutEngine, TorchConfig, TrainEngine
+from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section, type_may_be_left_out
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16"]
 Kernels = Literal["torch", "compile", "liger"]
-
-
-def _names(value: Any) -> Any:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else value
-
-
-OneOrMore = Annotated[tuple[T, ...], BeforeValidator(_names)]
-"""A list of names; a single name may be written without brackets, and null for none."""
-NULL_IS_OFF = BeforeValidator(lambda value: {} if value is None else value)
-"""Of a section that switches something on: null means its defaults, which leave it off."""
 
 
 def _checkpointing(value: Any) -> Any:
@@ -53,28 +42,6 @@ def _checkpointing(value: Any) -> Any:
 
 CHECKPOINTING = BeforeValidator(_checkpointing)
 """Refuses other values in one line: the type is a union, of which pydantic reports each member."""
-
-
-def _type_may_be_left_out(default: str) -> BeforeValidator:
-    """Accept `grpo` for {type: grpo}, and options without a type for the default type."""
-
-    def complete(value: Any) -> Any:
-        if isinstance(value, str):
-            return {"type": value}
-        return {"type": default, **value} if isinstance(value, Mapping) else value
-
-    return BeforeValidator(complete)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-    alone: ClassVar[str | None] = None
-    """The key that a plain text sets when it is given in place of the section."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _value_alone(cls, value: Any) -> Any:
-        return {cls.alone: value} if cls.alone is not None and isinstance(value, str) else value
 
 
 class RunSection(Section):
@@ -255,54 +222,46 @@ class DataConfig(Section):
         return self
 
 
-class VLLMConfig(Section):
-    """How vLLM runs. These keys change nothing in the results except rounding."""
-
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of each GPU's memory that vLLM uses")
-    tensor_parallel: int = Field(
-        1, gt=0, description="GPUs that share the model; in a pool they may belong to several adjacent workers"
-    )
-    max_model_len: int | None = Field(
-        None,
-        gt=0,
-        description="largest sum of prompt and response tokens; null: data.max_prompt_tokens plus "
-        "rollout.max_response_tokens",
-    )
-    enforce_eager: bool = Field(False, description="no CUDA graphs: starts faster, generates slower")
-    prefix_caching: bool = Field(True, description="compute a prompt once for all its trajectories")
-    cpu_cache_gib: int = Field(1, gt=0, description="memory of the key-value cache without a GPU, in GiB")
-    timeout_s: float = Field(
-        600.0, gt=0, description="vLLM is restarted if it makes no progress for so long, in seconds"
-    )
-
-
-class ServerConfig(Section):
-    """Inference servers that the user runs (rollout.engine: server)."""
-
-    urls: OneOrMore[str] = Field((), description="addresses of the servers, such as http://127.0.0.1:8000")
-    api: Literal["vllm", "sglang", "tgi"] = Field(
-        "vllm", description="kind of server: vllm serve, SGLang, or Text Generation Inference (evaluation only)"
-    )
-    weights_folder: str | None = Field(
-        None,
-        description="folder for new weights, at the same path on every server; null: they are broadcast to SGLang "
-        "servers, and other servers are for evaluation only",
-    )
-    timeout_s: float = Field(
-        600.0, gt=0, description="a server that makes no progress for so long, in seconds, is asked again or left out"
-    )
-
-
 PACKAGES = ("verifiers", "gymnasium")
 """Packages whose environments are run by a built-in program, as agents."""
 TOOLS = "tools"
 """The environment that calls `rollout.tools` and `rollout.mcp`."""
 
 
-class EnvironmentConfig(Section):
-    """The environment that the policy talks to while it responds."""
+OnError = Literal["retry", "drop", "fail"]
+
+
+class PartnerConfig(Section):
+    """What the policy takes turns with while it responds."""
 
     alone = "name"
+    operational = frozenset(("max_error_share", "timeout_s", "concurrency", "host"))
+    key: ClassVar[str]
+    """The section's key."""
+    noun: ClassVar[str]
+    """What errors call it."""
+    name: str
+    on_error: OnError = Field(
+        "drop",
+        description="if it raises, hangs or does not fit the run: leave the trajectory out (drop), start the "
+        "trajectory again, up to twice, before it is left out (retry), or stop the run (fail); the error is in "
+        "rollout_error",
+    )
+    max_error_share: float = Field(
+        0.5, ge=0, le=1, description="stop the run if more than this share of a shard's trajectories is left out"
+    )
+
+    @property
+    def most_turns(self) -> int:
+        """The largest number of turns of the policy in a trajectory."""
+        raise NotImplementedError
+
+
+class EnvironmentConfig(PartnerConfig):
+    """The environment that the policy talks to while it responds."""
+
+    key: ClassVar[str] = "rollout.environment"
+    noun: ClassVar[str] = "the environment"
     name: str = Field(
         description="a built-in (calculator), package.module:Class or file.py:Class; verifiers:NAME and gymnasium:ID "
         "run environments of these packages as rollout.agent"
@@ -312,23 +271,20 @@ class EnvironmentConfig(Section):
     timeout_s: float = Field(
         60.0, gt=0, description="time limit of each call of an environment, in seconds; see on_error"
     )
-    on_error: Literal["retry", "drop", "fail"] = Field(
-        "drop",
-        description="an environment that raises or hangs: leave its trajectory out (drop), start the trajectory again, "
-        "up to twice, before it is left out (retry), or stop the run (fail); the error is in rollout_error",
-    )
-    max_error_share: float = Field(
-        0.5, ge=0, le=1, description="stop the run if more than this share of a shard's trajectories is left out"
-    )
     concurrency: int = Field(
         64, gt=0, description="largest number of environment calls that run at the same time, per worker"
     )
 
+    @property
+    def most_turns(self) -> int:
+        return self.max_turns
 
-class AgentConfig(Section):
+
+class AgentConfig(PartnerConfig):
     """The user's program that calls the policy over an OpenAI-compatible endpoint; see docs/agents.md."""
 
-    alone = "name"
+    key: ClassVar[str] = "rollout.agent"
+    noun: ClassVar[str] = "the agent"
     name: str = Field(
         description="package.module:function or file.py:function, run(task, base_url, api_key, model); verifiers and "
         "gymnasium run environments of these packages"
@@ -339,27 +295,15 @@ class AgentConfig(Section):
     timeout_s: float = Field(
         300.0, gt=0, description="longest time that a program may take between two calls, in seconds; see on_error"
     )
-    on_error: Literal["retry", "drop", "fail"] = Field(
-        "drop",
-        description="a program that raises, hangs or makes a call that does not fit the run: leave its trajectory out "
-        "(drop), run it again, up to twice, before it is left out (retry), or stop the run (fail); the error is in "
-        "rollout_error",
-    )
-    max_error_share: float = Field(
-        0.5, ge=0, le=1, description="stop the run if more than this share of a shard's trajectories is left out"
-    )
+
+    @property
+    def most_turns(self) -> int:
+        return self.max_calls
 
 
-class RolloutConfig(Section):
-    engine: Literal["hf", "vllm", "server"] = Field(
-        "hf",
-        description="generation engine: hf (transformers, in the same process), vllm (extra vllm) or server (over "
-        "HTTP)",
-    )
-    n: int = Field(4, gt=0, description="trajectories per prompt (ours: verl's examples have 5, TRL has 8)")
-    temperature: float = Field(
-        1.0, gt=0, description="sampling temperature; all log-probs are computed at it (verl, TRL, OpenRLHF)"
-    )
+class ResponseConfig(Section):
+    """Which tokens a response may have, and how many."""
+
     top_p: float = Field(
         1.0, gt=0, le=1, description="nucleus sampling: draw from the likeliest tokens with this total probability"
     )
@@ -375,13 +319,30 @@ class RolloutConfig(Section):
         description="longest response in tokens (verl); with an environment, tools or an agent, the budget of the "
         "whole conversation after its prompt: all turns of the policy, and what it is answered",
     )
+    stop: OneOrMore[str] = Field((), description="texts that end a response; the response keeps them")
+
+
+class SamplingConfig(ResponseConfig):
+    """How responses are sampled."""
+
+    temperature: float = Field(
+        1.0, gt=0, description="sampling temperature; all log-probs are computed at it (verl, TRL, OpenRLHF)"
+    )
     seeds: Literal["trajectory", "engine"] = Field(
         "trajectory",
         description="trajectory: each draws with a seed of its own, which a resumed run uses again; engine: with the "
         "engine's own seed, which saves vLLM some time per step, and no response can be repeated",
     )
     ignore_eos: bool = Field(False, description="do not stop at end-of-sequence (for benchmarks)")
-    stop: OneOrMore[str] = Field((), description="texts that end a response; the response keeps them")
+
+
+class RolloutConfig(SamplingConfig):
+    engine: RolloutEngine = Field(
+        HFConfig(),
+        description="generation engine: hf (transformers, in the same process), vllm (extra vllm) or server (over "
+        "HTTP)",
+    )
+    n: int = Field(4, gt=0, description="trajectories per prompt (ours: verl's examples have 5, TRL has 8)")
     environment: EnvironmentConfig | None = Field(
         None, description="tools, or another party, that the policy talks to within a response; null: none"
     )
@@ -396,11 +357,6 @@ class RolloutConfig(Section):
     agent: AgentConfig | None = Field(
         None, description="a program of yours that calls the policy like any chat endpoint; null: none"
     )
-    quantization: Literal["fp8"] | None = Field(
-        None, description="vllm: generate with 8-bit weights; null: not quantized"
-    )
-    vllm: VLLMConfig = Field(VLLMConfig(), description="how vLLM runs")
-    server: ServerConfig = Field(ServerConfig(), description="inference servers")
     prompts_per_shard: int = Field(
         16, gt=0, description="prompts per shard: a shard is committed when all of its trajectories are complete"
     )
@@ -470,15 +426,15 @@ class RolloutConfig(Section):
         return self
 
     @property
+    def partner(self) -> EnvironmentConfig | AgentConfig | None:
+        """What the policy takes turns with; None: it answers alone."""
+        return self.environment or self.agent
+
+    @property
     def truncated_by(self) -> tuple[str, ...]:
         """The keys by which some tokens are never drawn."""
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
-
-    @property
-    def in_batches(self) -> bool:
-        """Whether the engine generates in fixed batches; see `RolloutEngine.in_batches`."""
-        return self.engine == "hf"
 
     @property
     def ahead(self) -> int:
@@ -511,6 +467,8 @@ class RewardModelConfig(ModelConfig):
 
 class JudgeConfig(Section):
     """A language model on an OpenAI-compatible server that scores responses; see docs/rewards.md."""
+
+    operational = frozenset(("url", "retries", "api_key_env"))
 
     url: str = Field(description="base URL of the server, such as http://127.0.0.1:8000/v1")
     model: str = Field(description="name of the model on the server")
@@ -637,8 +595,8 @@ class DynamicSamplingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Annotated[Advantage, _type_may_be_left_out("gae")] = Field(GAE(), description="advantage estimator")
-    loss: Annotated[PolicyLoss, _type_may_be_left_out("ppo")] = Field(PPOClip(), description="policy loss")
+    advantage: Annotated[Advantage, type_may_be_left_out("gae")] = Field(GAE(), description="advantage estimator")
+    loss: Annotated[PolicyLoss, type_may_be_left_out("ppo")] = Field(PPOClip(), description="policy loss")
     kl: Annotated[KLPenalty, NULL_IS_OFF] = Field(KLPenalty(), description="KL term against the reference")
     distillation: Distillation | None = Field(
         None, description="learn from the teacher's log-probs of what the policy wrote; null: off"
@@ -649,7 +607,7 @@ class AlgorithmConfig(Section):
         description="correct the difference between the rollout's and the trainer's log-probs; null: {weights: {}} if "
         "rollout.mode is not sync, or if vllm or server generates in bfloat16 or quantized, otherwise off; {}: off",
     )
-    experts: Annotated[Experts, _type_may_be_left_out("luffy")] = Field(
+    experts: Annotated[Experts, type_may_be_left_out("luffy")] = Field(
         LUFFY(), description="how the answers of data.replay.files are learned from"
     )
     dynamic_sampling: DynamicSamplingConfig | None = Field(
@@ -678,18 +636,10 @@ class LRScheduleConfig(Section):
 class TrainerConfig(Section):
     """How a model is updated. Sizes are totals over all devices unless they say otherwise."""
 
-    engine: Literal["torch", "fsdp", "deepspeed", "megatron"] = Field(
-        "torch",
+    engine: TrainEngine = Field(
+        TorchConfig(),
         description="training engine: torch (every process holds the whole model), fsdp (FSDP2), deepspeed (ZeRO) or "
         "megatron (Megatron-Core, on GPUs)",
-    )
-    zero_stage: Literal[0, 1, 2, 3] = Field(
-        2,
-        description="deepspeed: 1 shards the optimizer state (with bfloat16 also the gradients), 2 also the gradients, "
-        "3 also the parameters",
-    )
-    offload: bool = Field(
-        False, description="fsdp, deepspeed: keep the optimizer state, and sharded parameters, in host memory"
     )
     offload_when_idle: bool = Field(
         False,
@@ -700,7 +650,7 @@ class TrainerConfig(Section):
     lr_schedule: Annotated[LRScheduleConfig, NULL_IS_OFF] = Field(
         LRScheduleConfig(), description="learning rate over the iterations"
     )
-    optimizer: Annotated[Optimizer, _type_may_be_left_out("adamw")] = Field(AdamW(), description="optimizer")
+    optimizer: Annotated[Optimizer, type_may_be_left_out("adamw")] = Field(AdamW(), description="optimizer")
     ppo_epochs: int = Field(1, gt=0, description="passes over an iteration's trajectories (verl, OpenRLHF)")
     mini_batch_trajectories: int | None = Field(
         None,
@@ -721,36 +671,6 @@ class TrainerConfig(Section):
         description="concatenate sequences instead of padding them; null: on a GPU with bfloat16, attention sdpa and "
         "full attention in every layer, where PyTorch has a kernel for it; elsewhere it is fast only with shared "
         "prompts, or a flash or flex attention",
-    )
-    sequence_parallel: int = Field(
-        1, gt=0, description="processes that split each sequence between them (Ulysses), for long sequences"
-    )
-    tensor_parallel: int = Field(
-        1, gt=0, description="fsdp, megatron: processes that split each layer's matrices between them, for large models"
-    )
-    pipeline_parallel: int = Field(
-        1, gt=0, description="megatron: groups of such processes that split the layers between them"
-    )
-    context_parallel: int = Field(
-        1, gt=0, description="megatron: processes that split each sequence between them, for long sequences"
-    )
-    expert_parallel: int = Field(
-        1, gt=0, description="megatron: processes that split the experts of each layer of a mixture between them"
-    )
-    distributed_optimizer: bool = Field(
-        True,
-        description="megatron: copies of the model shard the optimizer's weights and state; false: each has all of it",
-    )
-    shard_size: int | None = Field(
-        None,
-        gt=0,
-        description="fsdp: processes that shard the state between them, such as those of a machine; every such group "
-        "holds all of it (HSDP); null: all processes",
-    )
-    reshard_after_forward: bool = Field(
-        True,
-        description="fsdp: free a layer's gathered weights after its forward pass; false: gather weights and sum "
-        "gradients once per mini-batch, which is faster, but holds all weights and float32 gradients on each device",
     )
     grad_clip: float | None = Field(
         1.0, gt=0, description="largest norm of the gradient (verl, TRL, OpenRLHF); null: no limit"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ratchet.rlhf.config import RunConfig, parse_config, yaml_text
 from ratchet.rlhf.config.counterparts import Assumed, NoEqual, Settings, Value
+from ratchet.rlhf.config.engines import ENGINES
 from ratchet.rlhf.convert.reading import Given, read_settings
 from ratchet.rlhf.errors import UserError, counted
 
@@ -49,9 +50,12 @@ class Conversion:
             *parents, last = line.key.split(".")
             for part in parents:
                 inner = section.setdefault(part, {})
+                if isinstance(inner, str):  # the type alone
+                    inner = section[part] = {"type": inner}
                 assert isinstance(inner, dict)
                 section = inner
-            section[last] = line.value
+            options = section.get(last)
+            section[last] = {"type": line.value, **options} if isinstance(options, dict) else line.value
         return tree
 
     @property
@@ -71,7 +75,12 @@ class Conversion:
 
     def text(self) -> str:
         """The config as YAML; comments tell the origin of each line, what was assumed, and what has no counterpart."""
-        comments = {line.key: line.comment for line in self.lines}
+        keys = {line.key for line in self.lines}
+        # of an engine with options, the type has the comment
+        comments = {
+            f"{line.key}.type" if any(key.startswith(f"{line.key}.") for key in keys) else line.key: line.comment
+            for line in self.lines
+        }
         parts = [f"# Converted from {_printable(self.where)} ({self.program}) by `ratchet convert`.\n"]
         parts += [_list("Assumed in reading the script:", self.assumptions)]
         parts += _sections(self.tree, comments, "")
@@ -113,6 +122,9 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
             lines.setdefault(line.key, line)
     if mistakes:
         raise UserError("\n".join(mistakes))
+    for key in list(lines):
+        if engine := _other_engine(key, lines):
+            reasons |= dict.fromkeys(lines.pop(key).theirs, f"{engine} has no {key.rpartition('.')[2]}")
     used = {key for line in lines.values() for key in line.theirs}
     without_equal = {key: reasons.get(key, "no counterpart is known") for key in given.settings if key not in used}
     sections = list(RunConfig.model_fields)
@@ -137,8 +149,26 @@ def _lines(converted: Mapping[str, Value | Assumed], keys: Sequence[str], given:
             yield Line(key, value, f"{given.source.name.split()[0]}'s default")
 
 
+def _other_engine(key: str, lines: Mapping[str, Line]) -> str | None:
+    """The chosen engine, if the key is an option that it does not have; else None."""
+    holder, _, option = key.rpartition(".")
+    if not holder.endswith(".engine"):
+        return None
+    chosen = str(lines[holder].value) if holder in lines else str(_default(f"{holder}.type"))
+    return None if option in ENGINES[chosen].model_fields else f"{holder} {chosen}"
+
+
 def _default(key: str) -> Value:
     """Our default at a dotted key; `...` where there is none."""
+    holder, _, option = key.rpartition(".")
+    if holder.endswith(".engine") and option != "type":
+        defaults = {
+            engine.model_fields[option].get_default() for engine in ENGINES.values() if option in engine.model_fields
+        }
+        default: Value = defaults.pop()  # the engines agree
+        return default
+    if holder and key.endswith(".engine"):
+        key += ".type"
     config: object = DEFAULTS
     for part in key.split("."):
         if not isinstance(config, dict) or part not in config:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Beginning
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ratchet.rlhf.environments.dialogues import Dialogue
 
 
-OnError = Literal["retry", "drop", "fail"]
 RESETS = 3
 """Attempts to reset an environment before the run starts, if a failure does not stop the run."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ratchet.rlhf.config.engines import ServerConfig, VLLMConfig
 from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.hf_configs import generation_config
@@ -38,10 +39,10 @@ def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: Rollo
     if not team.leads:
         return LentDevices()
     tokenizer = load_tokenizer(config.model)
-    if config.rollout.engine == "vllm":
-        return vllm_rollout(config, tokenizer, team.devices)
-    if config.rollout.engine == "server":
-        return server_rollout(config, tokenizer)
+    if isinstance(config.rollout.engine, VLLMConfig):
+        return vllm_rollout(config, config.rollout.engine, tokenizer, team.devices)
+    if isinstance(config.rollout.engine, ServerConfig):
+        return server_rollout(config, config.rollout.engine, tokenizer)
     from ratchet.rlhf.rollout.hf_engine import HFRollout
 
     model = (
@@ -51,7 +52,9 @@ def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: Rollo
     return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype, tokenizer=tokenizer)
 
 
-def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices: tuple[str, ...] = ()) -> VLLMRollout:
+def vllm_rollout(
+    config: RunConfig, vllm: VLLMConfig, tokenizer: PreTrainedTokenizerBase, devices: tuple[str, ...] = ()
+) -> VLLMRollout:
     """Build the vLLM rollout engine.
 
     On the CPU `VLLM_CPU_KVCACHE_SPACE` sets the size of vLLM's cache, and `gpu_memory_utilization` is kept low so that
@@ -59,6 +62,7 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices:
 
     Args:
         config: the run's config.
+        vllm: the engine's options.
         tokenizer: gives the end-of-sequence tokens.
         devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
 
@@ -69,7 +73,7 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices:
 
     from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 
-    rollout, model, vllm = config.rollout, config.model, config.rollout.vllm
+    rollout, model = config.rollout, config.model
     on_gpu = torch.cuda.is_available()
     return VLLMRollout(
         model_folder(model).resolve(),
@@ -87,17 +91,18 @@ def vllm_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, devices:
         gpu_memory_utilization=vllm.gpu_memory_utilization if on_gpu else 0.1,
         enforce_eager=vllm.enforce_eager or not on_gpu,
         enable_prefix_caching=vllm.prefix_caching,
-        quantization=rollout.quantization,
+        quantization=vllm.quantization,
         enable_sleep_mode=config.actor.offload_when_idle and on_gpu,
         trust_remote_code=model.trust_remote_code,
     )
 
 
-def server_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ServerRollout:
+def server_rollout(config: RunConfig, server: ServerConfig, tokenizer: PreTrainedTokenizerBase) -> ServerRollout:
     """Build the rollout engine that uses running servers.
 
     Args:
         config: the run's config.
+        server: the engine's options.
         tokenizer: gives the end-of-sequence tokens, and the text of prompts for `tgi`.
 
     Returns:
@@ -105,7 +110,7 @@ def server_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ser
     """
     from ratchet.rlhf.rollout.server_engine import ServerRollout
 
-    server, model = config.rollout.server, config.model
+    model = config.model
     return ServerRollout(
         server.urls,
         api=server.api,

@@ -12,7 +12,8 @@ from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 
 if TYPE_CHECKING:
-    from ratchet.rlhf.config import ModelConfig, RunConfig, TrainerConfig
+    from ratchet.rlhf.config import ModelConfig, RunConfig
+    from ratchet.rlhf.config.engines import VLLMConfig
 
 GIB = 2**30
 ROOM_S = 30.0
@@ -44,14 +45,14 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
         elif role in ("reference", "teacher"):
             is_base = role == "reference" and config.model.lora is not None and config.reference.model is None
             if not is_base:  # of the actor's adapters, whose tensors it uses
-                is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage == 3)
-                share = count / ranks if is_sharded else count / _split_over(trainer)
-                width = _width(config.model_of(role))
-                held[f"weights of the {role}"] = 0 if is_sharded and trainer.offload else share * width
+                share = trainer.engine.frozen_share(ranks)
+                held[f"weights of the {role}"] = share * count * _width(config.model_of(role))
         else:
             model = config.critic_model if role == "critic" else config.model
-            weights, moments = _of_trainer(trainer, model, count, ranks)
-            held |= {f"weights of the {role}": weights, f"optimizer state of the {role}": moments}
+            learned = 0 if model.lora is not None else count  # adapters do not count
+            moments = 4 * len(trainer.optimizer.state) * learned
+            held_weights, state = trainer.engine.held(count, learned, moments, _width(model), ranks)
+            held |= {f"weights of the {role}": held_weights, f"optimizer state of the {role}": state}
     return {what: size for what, size in held.items() if size}
 
 
@@ -70,37 +71,8 @@ def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> d
     for role, trainer in config.trainers.items():
         model = config.critic_model if role == "critic" else config.model
         if role in parameters and model.lora is None:
-            is_sharded = trainer.engine == "fsdp" or (trainer.engine == "deepspeed" and trainer.zero_stage >= 2)
-            held[f"gradients of the {role}"] = 4 * parameters[role] / (ranks if is_sharded else _split_over(trainer))
+            held[f"gradients of the {role}"] = 4 * parameters[role] * trainer.engine.gradient_share(ranks)
     return held
-
-
-def _of_trainer(trainer: TrainerConfig, model: ModelConfig, count: int, ranks: int) -> tuple[float, float]:
-    """Bytes of weights and of optimizer state that a rank of a trainer holds; adapters do not count."""
-    learns = 0 if model.lora is not None else count
-    moments = 4 * len(trainer.optimizer.state) * learns
-    if trainer.engine == "megatron":
-        rounded = 4 * learns if model.dtype == "bfloat16" else 0  # the optimizer's own weights
-        return _width(model) * count / _split_over(trainer), (rounded + moments) / (
-            ranks if trainer.distributed_optimizer else _split_over(trainer)
-        )
-    if trainer.engine == "torch" and model.dtype == "bfloat16":  # rounded weights, and those of the optimizer
-        return 2 * count, 4 * learns + moments
-    if trainer.engine == "torch" or (trainer.engine == "deepspeed" and trainer.zero_stage == 0):
-        return 4 * count, moments
-    if trainer.engine == "fsdp":
-        return (0, 0) if trainer.offload else (4 * count / ranks, moments / ranks)
-    model_copy = _width(model) * count / (ranks if trainer.zero_stage == 3 else 1)
-    if trainer.offload:
-        return (0 if trainer.zero_stage == 3 else model_copy), 0
-    return model_copy, (4 * learns + moments) / ranks  # its float32 weights belong to the optimizer
-
-
-def _split_over(trainer: TrainerConfig) -> int:
-    """The number of processes that Megatron splits a model over; 1 for other engines. Most of a mixture of experts is
-    experts."""
-    by_layer = trainer.expert_parallel if trainer.expert_parallel > 1 else trainer.tensor_parallel
-    return by_layer * trainer.pipeline_parallel if trainer.engine == "megatron" else 1
 
 
 def _width(model: ModelConfig) -> int:
@@ -111,7 +83,7 @@ def check_fits(utilization: float, total: float, held: Mapping[str, float]) -> N
     """Check that vLLM can have the share of a GPU that it asks for.
 
     Args:
-        utilization: `rollout.vllm.gpu_memory_utilization`.
+        utilization: `rollout.engine.gpu_memory_utilization`.
         total: memory of the GPU in bytes.
         held: what others hold of it, in bytes.
 
@@ -125,7 +97,7 @@ def check_fits(utilization: float, total: float, held: Mapping[str, float]) -> N
     largest = math.floor(100 * left / total) / 100
     lower = f"lower it to {largest:.2f}, or " if largest > 0 else ""
     raise UserError(
-        f"rollout.vllm.gpu_memory_utilization {utilization:g} of {total / GIB:.1f} GiB is "
+        f"rollout.engine.gpu_memory_utilization {utilization:g} of {total / GIB:.1f} GiB is "
         f"{utilization * total / GIB:.1f} GiB, but {parts} GiB stay on the GPU, which leaves {max(left, 0) / GIB:.1f}: "
         f"{lower}let the models take turns (actor.offload_when_idle, critic.offload_when_idle)"
     )
@@ -137,7 +109,7 @@ def await_room(
     """Check that vLLM can have the share of a GPU that it asks for; wait a while for what others give back.
 
     Args:
-        utilization: `rollout.vllm.gpu_memory_utilization`.
+        utilization: `rollout.engine.gpu_memory_utilization`.
         free_and_total: reads the free and the total memory of the GPU, in bytes.
         wait_s: time limit in seconds.
         every_s: seconds between two readings.
@@ -153,11 +125,12 @@ def await_room(
             check_fits(utilization, total, {"other models and processes": total - free})
 
 
-def check_config(config: RunConfig, roles: Iterable[str], total: float) -> None:
+def check_config(config: RunConfig, vllm: VLLMConfig, roles: Iterable[str], total: float) -> None:
     """Check, before anything is loaded, that vLLM fits beside the other models of its processes.
 
     Args:
-        config: the run's config, with `rollout.engine: vllm`.
+        config: the run's config.
+        vllm: its rollout engine.
         roles: roles of the processes that hold the rollout.
         total: memory of a GPU in bytes.
 
@@ -169,4 +142,4 @@ def check_config(config: RunConfig, roles: Iterable[str], total: float) -> None:
     counts = {role: parameter_count(model_folder(models[role])) for role in roles if role in models}
     pool = config.pool_of("rollout")
     ranks = 1 if pool is None else config.pools[pool].workers
-    check_fits(config.rollout.vllm.gpu_memory_utilization, total, resident(config, counts, ranks))
+    check_fits(vllm.gpu_memory_utilization, total, resident(config, counts, ranks))

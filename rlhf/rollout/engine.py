@@ -13,6 +13,8 @@ from ratchet.rlhf import event_loop, seeding
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ratchet.rlhf.config.sections import ResponseConfig
+
 
 @dataclass(frozen=True)
 class Request:
@@ -43,6 +45,29 @@ class Sampling:
     """Draw from this many likeliest tokens; 0: from all."""
     min_p: float = 0.0
     """Draw from the tokens with at least this share of the likeliest one's probability (arXiv 2407.01082)."""
+
+    @classmethod
+    def of(
+        cls,
+        response: ResponseConfig,
+        *,
+        temperature: float,
+        seed: int,
+        ignore_eos: bool = False,
+        seeds: Literal["trajectory", "engine"] = "trajectory",
+    ) -> Sampling:
+        """Sampling as the config says, at a temperature."""
+        return cls(
+            temperature=temperature,
+            top_p=response.top_p,
+            top_k=response.top_k,
+            min_p=response.min_p,
+            max_tokens=response.max_response_tokens,
+            stop=response.stop,
+            seed=seed,
+            seeds=seeds,
+            ignore_eos=ignore_eos,
+        )
 
     @property
     def truncates(self) -> bool:

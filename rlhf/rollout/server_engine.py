@@ -272,7 +272,7 @@ class TGIApi:
 
     async def load(self, ask: Ask, folder: Path) -> None:
         """Raise `UserError`: this server cannot load new weights."""
-        raise UserError(f"{ask.url} (rollout.server.api tgi) cannot load new weights: use it for evaluation only")
+        raise UserError(f"{ask.url} (rollout.engine.api tgi) cannot load new weights: use it for evaluation only")
 
 
 APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], Api]] = {
@@ -407,7 +407,7 @@ class ServerRollout(RolloutEngine):
                     written = self._broadcast(weights)
                 else:
                     raise UserError(
-                        "rollout.server.weights_folder is null, so the servers cannot take these weights: name "
+                        "rollout.engine.weights_folder is null, so the servers cannot take these weights: name "
                         "a folder that they can read"
                     )
             except RatchetError as error:

@@ -73,7 +73,7 @@ class Ask:
             while not task.done():
                 await asyncio.wait({task}, timeout=max(since + self.timeout_s - time.monotonic(), 0.01))
                 if not task.done() and time.monotonic() - max(since, self.progress) >= self.timeout_s:
-                    raise Away(f"{self.url} made no progress for {self.timeout_s:.0f} s (rollout.server.timeout_s)")
+                    raise Away(f"{self.url} made no progress for {self.timeout_s:.0f} s (rollout.engine.timeout_s)")
                 since = max(since, self.progress)
             self.progress = time.monotonic()
             return await task

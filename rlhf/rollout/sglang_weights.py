@@ -57,7 +57,7 @@ class SGLangLink:
             if info["dp_size"] > 1 or info["pp_size"] > 1:
                 raise UserError(
                     f"{server.url} takes weights only from a folder, since it has data or pipeline parallelism: set "
-                    "rollout.server.weights_folder"
+                    "rollout.engine.weights_folder"
                 )
             counts.append(info["tp_size"])
             on_gpu = on_gpu and info["device"] == "cuda"

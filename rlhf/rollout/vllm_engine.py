@@ -121,7 +121,7 @@ class Child:
             self.end()
             reason = answer if kind == "refused" else error_of_worker(self._log.read_text(errors="replace")) or answer
             if kind == "refused" or cannot_pass(reason):
-                fix = "change model, or the keys in rollout and rollout.vllm"
+                fix = "change model, or the keys in rollout and rollout.engine"
                 raise UserError(f"vLLM refuses to start: {in_one_line(reason)}: {fix}")
             raise EngineLost(f"vLLM did not start: {reason}")
         threading.Thread(target=self._read, name="vllm", daemon=True).start()
@@ -161,7 +161,9 @@ class Child:
             while True:
                 if not self._pipe.poll(min(1.0, self._timeout_s)):
                     if (self.requests or self._waits) and time.monotonic() - self._last > self._timeout_s:
-                        raise EngineLost(f"vLLM made no progress for {self._timeout_s:.0f} s (rollout.vllm.timeout_s)")
+                        raise EngineLost(
+                            f"vLLM made no progress for {self._timeout_s:.0f} s (rollout.engine.timeout_s)"
+                        )
                     continue
                 kind, *content = self._pipe.recv()
                 self._last = time.monotonic()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ratchet.rlhf.config.engines import DeepSpeedConfig, FSDPConfig, MegatronConfig
+from ratchet.rlhf.config.sections import Kernels
 from ratchet.rlhf.models.token_outputs import Head
 from ratchet.rlhf.train.model_engine import ModelEngine
 
@@ -47,41 +49,38 @@ def train_engine(
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "packing": trainer.packing,
         "share_prompts": trainer.share_prompts,
-        "sequence_parallel": trainer.sequence_parallel,
         "optimizer": trainer.optimizer,
     }
-    if trainer.engine == "fsdp":
+    engine = trainer.engine
+    if isinstance(engine, FSDPConfig):
         from ratchet.rlhf.train.fsdp_engine import FSDPEngine
 
         return FSDPEngine(
             model,
             head,
-            offload=trainer.offload,
-            tensor_parallel=trainer.tensor_parallel,
-            shard_size=trainer.shard_size,
-            reshard_after_forward=trainer.reshard_after_forward,
+            offload=engine.offload,
+            sequence_parallel=engine.sequence_parallel,
+            tensor_parallel=engine.tensor_parallel,
+            shard_size=engine.shard_size,
+            reshard_after_forward=engine.reshard_after_forward,
             **options,
         )
-    if trainer.engine == "megatron":
+    if isinstance(engine, MegatronConfig):
         from ratchet.rlhf.train.megatron_engine import MegatronEngine
         from ratchet.rlhf.train.megatron_groups import Layout
 
-        return MegatronEngine(
-            model,
-            head,
-            layout=Layout(
-                tensor=trainer.tensor_parallel,
-                pipeline=trainer.pipeline_parallel,
-                context=trainer.context_parallel,
-                expert=trainer.expert_parallel,
-            ),
-            distributed_optimizer=trainer.distributed_optimizer,
-            **options,
+        layout = Layout(
+            tensor=engine.tensor_parallel,
+            pipeline=engine.pipeline_parallel,
+            context=engine.context_parallel,
+            expert=engine.expert_parallel,
         )
-    if trainer.engine == "deepspeed":
+        return MegatronEngine(model, head, layout=layout, distributed_optimizer=engine.distributed_optimizer, **options)
+    options["sequence_parallel"] = engine.sequence_parallel
+    if isinstance(engine, DeepSpeedConfig):
         from ratchet.rlhf.train.deepspeed_engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(model, head, stage=trainer.zero_stage, offload=trainer.offload, **options)
+        return DeepSpeedEngine(model, head, stage=engine.zero_stage, offload=engine.offload, **options)
     from ratchet.rlhf.train.torch_engine import TorchEngine
 
     return TorchEngine(model, head, **options)

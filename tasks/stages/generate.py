@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -25,22 +25,21 @@ from ratchet.infra.workers.calls import (
 from ratchet.rlhf.agents.agent_loop import Rules
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import CurriculumConfig, DynamicSamplingConfig, ReplayConfig, RunConfig
+from ratchet.rlhf.config.engines import RolloutEngine
+from ratchet.rlhf.config.sections import AgentConfig, EnvironmentConfig, SamplingConfig
 from ratchet.rlhf.data.prompts import PromptDataset, encode
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.environments.calls import OnError
 from ratchet.rlhf.environments.dialogues import Beginning, Dialogue
 from ratchet.rlhf.environments.environment import EnvironmentFailed
 from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.schema import TRAJECTORY
-from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.curriculum import solve_rates
 from ratchet.tasks.experience_replay import draw_experience
 from ratchet.tasks.stage import RowsStage, Until
 from ratchet.tasks.stages.score import ScoreSummary
 
 FIRST_TURN_CLIP_RATIO = "rollout/first_turn_clip_ratio"
-KINDS = {"rollout.environment": "the environment", "rollout.agent": "the agent"}
-"""What the policy takes turns with, by the config's section."""
 
 
 class PromptConfig(StageConfig):
@@ -53,46 +52,16 @@ class PromptConfig(StageConfig):
     special_tokens: str = key("special_tokens")
 
 
-class EnvironmentStageConfig(StageConfig):
-    section = "rollout.environment"
-    name: str = key("name")
-    options: dict[str, Any] = key("options")
-    max_turns: int = key("max_turns")
-    on_error: OnError = key("on_error")
-    max_error_share: float = key("max_error_share", operational=True)
-    timeout_s: float = key("timeout_s", operational=True)
-    concurrency: int = key("concurrency", operational=True)
-
-
-class AgentStageConfig(StageConfig):
-    section = "rollout.agent"
-    name: str = key("name")
-    options: dict[str, Any] = key("options")
-    max_calls: int = key("max_calls")
-    on_error: OnError = key("on_error")
-    max_error_share: float = key("max_error_share", operational=True)
-    timeout_s: float = key("timeout_s", operational=True)
-    host: str = key("host", operational=True)
-
-
 class GenerateConfig(StageConfig):
     seed: int = key("run.seed")
     dtype: str = key("model.dtype")
     prompts_per_iteration: int = key("data.prompts_per_iteration")
     prompt: PromptConfig
-    engine: str = key("rollout.engine")
+    engine: RolloutEngine = key("rollout.engine")
     n: int = key("rollout.n")
-    temperature: float = key("rollout.temperature")
-    top_p: float = key("rollout.top_p")
-    top_k: int = key("rollout.top_k")
-    min_p: float = key("rollout.min_p")
-    max_response_tokens: int = key("rollout.max_response_tokens")
-    seeds: Literal["trajectory", "engine"] = key("rollout.seeds")
-    ignore_eos: bool = key("rollout.ignore_eos")
-    stop: tuple[str, ...] = key("rollout.stop")
-    environment: EnvironmentStageConfig | None
-    agent: AgentStageConfig | None
-    quantization: str | None = key("rollout.quantization")
+    sampling: SamplingConfig = section("rollout")
+    environment: EnvironmentConfig | None = section("rollout.environment")
+    agent: AgentConfig | None = section("rollout.agent")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
     weights: tuple[float, ...] | None = key("data.weights")
@@ -169,20 +138,18 @@ class Prompts:
     n: int
     """Trajectories per prompt."""
     sampling: Sampling
-    environment: EnvironmentStageConfig | None
-    agent: AgentStageConfig | None
+    environment: EnvironmentConfig | None
+    agent: AgentConfig | None
 
     @property
-    def talks(self) -> EnvironmentStageConfig | AgentStageConfig | None:
+    def partner(self) -> EnvironmentConfig | AgentConfig | None:
         """What the policy takes turns with."""
         return self.environment or self.agent
 
     @property
     def max_turns(self) -> int:
         """The largest number of turns of the policy in a trajectory."""
-        if self.agent is not None:
-            return self.agent.max_calls
-        return 1 if self.environment is None else self.environment.max_turns
+        return 1 if self.partner is None else self.partner.most_turns
 
 
 def _numbers(config: GenerateConfig, shard: int) -> range:
@@ -235,7 +202,7 @@ def replays(
         seed=config.seed,
         prompts=config.prompts_per_iteration,
         n=config.n,
-        limit=config.max_response_tokens,
+        limit=config.sampling.max_response_tokens,
     )
 
 
@@ -247,16 +214,13 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
     drawn: Sequence[int] | None = context.call.drawn
     if drawn is None:
         drawn = dataset.draw(config.seed, context.call.cursor + numbers.start, len(numbers), config.weights)
-    sampling = Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        max_tokens=config.max_response_tokens,
+    drawing = config.sampling
+    sampling = Sampling.of(
+        drawing,
+        temperature=drawing.temperature,
         seed=config.seed,
-        seeds=config.seeds,
-        ignore_eos=config.ignore_eos,
-        stop=config.stop,
+        ignore_eos=drawing.ignore_eos,
+        seeds=drawing.seeds,
     )
     rows = dict(zip(numbers, drawn, strict=True))
     rows |= {number: dataset.index_of(experience.row) for number, experience in context.call.replayed.items()}
@@ -279,7 +243,7 @@ def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
     prompts = prompts_of(context)
     batch = trajectories(context, prompts)
     generated = [dialogue for dialogue in context.dialogues if dialogue.replayed_from is None]
-    talks, conversations = prompts.talks is not None, [part for all in generated for part in all.conversations]
+    talks, conversations = prompts.partner is not None, [part for all in generated for part in all.conversations]
     summary = GenerateSummary(
         tokens=sum(sum(dialogue.mask) for dialogue in conversations),
         replayed=len(context.dialogues) - len(generated),
@@ -376,10 +340,10 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
         EnvironmentFailed: if too many of the environments failed; see `rollout.environment.max_error_share`.
     """
     tokenizer, dialogues = context.resources.tokenizer, context.dialogues
-    talks, assigned = prompts.talks is not None, context.call.weights
+    talks, assigned = prompts.partner is not None, context.call.weights
     assert assigned is not None, "the rollout has weights"
-    if prompts.talks is not None:
-        _check_errors(context.call, dialogues, prompts.talks)
+    if prompts.partner is not None:
+        _check_errors(context.call, dialogues, prompts.partner)
     columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
     for place, trajectory in enumerate(dialogues):
         number, row = prompts.rows[place // prompts.n]
@@ -435,15 +399,13 @@ def _environment_reward(trajectory: Dialogue, prompts: Prompts) -> float | None:
     return None if trajectory.result is None else trajectory.result.reward
 
 
-def _check_errors(
-    call: Call[C], dialogues: Sequence[Dialogue], talks: EnvironmentStageConfig | AgentStageConfig
-) -> None:
+def _check_errors(call: Call[C], dialogues: Sequence[Dialogue], partner: EnvironmentConfig | AgentConfig) -> None:
     errors = [dialogue.error for dialogue in dialogues if dialogue.error is not None]
-    if len(errors) > talks.max_error_share * len(dialogues):
+    if len(errors) > partner.max_error_share * len(dialogues):
         raise EnvironmentFailed(
-            f"{KINDS[talks.section]} failed for {len(errors)} of the {len(dialogues)} trajectories of shard "
-            f"{call.shard} ({call.stage}, iteration {call.iteration}), more than {talks.section}.max_error_share "
-            f"{talks.max_error_share:g}: nothing of the shard is committed. Fix what it needs and resume; if its "
+            f"{partner.noun} failed for {len(errors)} of the {len(dialogues)} trajectories of shard "
+            f"{call.shard} ({call.stage}, iteration {call.iteration}), more than {partner.key}.max_error_share "
+            f"{partner.max_error_share:g}: nothing of the shard is committed. Fix what it needs and resume; if its "
             f"code changes and other shards are committed, resume names the fork that continues. The first error: "
             f"{errors[0]}"
         )

@@ -11,6 +11,7 @@ from ratchet.infra.workers.calls import Context, ShardOutput, ShardStart, ShardS
 from ratchet.rlhf.agents.agent_loop import Rules
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.engines import RolloutEngine
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Dialogue
 from ratchet.rlhf.rollout.engine import Request, Sampling
@@ -23,11 +24,10 @@ from ratchet.tasks.stages.score import ScoreConfig, counting, scores
 
 class GreedyBaselineConfig(StageConfig):
     dtype: str = key("model.dtype")
-    engine: str = key("rollout.engine")
+    engine: RolloutEngine = key("rollout.engine")
     max_response_tokens: int = key("rollout.max_response_tokens")
     ignore_eos: bool = key("rollout.ignore_eos")
     stop: tuple[str, ...] = key("rollout.stop")
-    quantization: str | None = key("rollout.quantization")
     reward: ScoreConfig
     reward_model: RewardModelStageConfig | None
 

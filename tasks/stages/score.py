@@ -15,11 +15,12 @@ from ratchet.rlhf.algorithms.groups import Groups
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.built_in_rewards import JUDGE
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.sections import JudgeConfig
 from ratchet.rlhf.data.prompts import original, structures
 from ratchet.rlhf.errors import RatchetError
 from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS, RewardFailed, Score, Trajectory
 from ratchet.rlhf.schema import TRAJECTORY
-from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.branches import last_branches, trajectory_index
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.reward_model import RewardModelStageConfig, is_complete, model_scores
@@ -45,16 +46,6 @@ REWARD_READS = (
 """What the reward functions receive, in addition to `trajectory_id`."""
 
 
-class JudgeStageConfig(StageConfig):
-    section = "reward.judge"
-    model: str = key("model")
-    mode: Literal["rubric", "pairwise", "ranking"] = key("mode")
-    rubric: str = key("rubric")
-    url: str = key("url", operational=True)
-    retries: int = key("retries", operational=True)
-    api_key_env: str = key("api_key_env", operational=True)
-
-
 class ScoreConfig(StageConfig):
     function: str | dict[str, float] | None = key("reward.function")
     options: dict[str, dict[str, Any]] = key("reward.options")
@@ -62,7 +53,7 @@ class ScoreConfig(StageConfig):
     on_error: OnError = key("reward.on_error")
     max_error_share: float = key("reward.max_error_share", operational=True)
     model_weight: float | None = key("reward.model.weight")
-    judge: JudgeStageConfig | None
+    judge: JudgeConfig | None = section("reward.judge")
     workers: int = key("reward.workers", operational=True)
     concurrency: int = key("reward.concurrency", operational=True)
 

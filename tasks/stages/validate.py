@@ -10,16 +10,16 @@ from ratchet.infra.workers.calls import Context, ShardOutput, ShardStart, ShardS
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.engines import RolloutEngine
+from ratchet.rlhf.config.sections import AgentConfig, EnvironmentConfig, ResponseConfig
 from ratchet.rlhf.metrics import validation_metrics as named
 from ratchet.rlhf.rollout.engine import Sampling
 from ratchet.rlhf.schema import TRAJECTORY
-from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.rlhf.validation import Sums, means, reported, sums
 from ratchet.tasks.branches import last_branches
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.generate import (
-    AgentStageConfig,
-    EnvironmentStageConfig,
     PromptConfig,
     Prompts,
     begin_trajectories,
@@ -53,15 +53,10 @@ class ValidateConfig(StageConfig):
     seed: int = key("run.seed")
     dtype: str = key("model.dtype")
     prompt: PromptConfig
-    engine: str = key("rollout.engine")
-    top_p: float = key("rollout.top_p")
-    top_k: int = key("rollout.top_k")
-    min_p: float = key("rollout.min_p")
-    max_response_tokens: int = key("rollout.max_response_tokens")
-    stop: tuple[str, ...] = key("rollout.stop")
-    environment: EnvironmentStageConfig | None
-    agent: AgentStageConfig | None
-    quantization: str | None = key("rollout.quantization")
+    engine: RolloutEngine = key("rollout.engine")
+    response: ResponseConfig = section("rollout")
+    environment: EnvironmentConfig | None = section("rollout.environment")
+    agent: AgentConfig | None = section("rollout.agent")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     n: int = key("validation.n")
     temperature: float = key("validation.temperature")
@@ -92,15 +87,8 @@ def prompts_of(context: Context[ValidateConfig]) -> Prompts:
     dataset = context.resources.dataset((config.data,))
     first = context.shard * config.prompts_per_shard
     numbers = range(first, min(first + config.prompts_per_shard, len(dataset)))
-    sampling = Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        max_tokens=config.max_response_tokens,
-        stop=config.stop,
-        seed=config.seed + 1,  # different noise from the training prompts with the same numbers
-    )
+    seed = config.seed + 1  # different noise from the training prompts with the same numbers
+    sampling = Sampling.of(config.response, temperature=config.temperature, seed=seed)
     rows = [(number, number) for number in numbers]
     return Prompts(dataset, rows, config.prompt, config.n, sampling, config.environment, config.agent)
 

@@ -48,13 +48,12 @@ def tiny_version(converted: RunConfig, workspace: Path, store: Path) -> RunConfi
         "train.epochs": None,
         # devices: no GPUs, no Ray, and no service on the network
         "rollout.engine": "hf",
-        "rollout.vllm": {},
         "pools": {},
         "tracking": [],
     }
     for role in converted.trainers:
         sizes = {"mini_batch_trajectories": 2, "micro_batch_tokens": 512}
-        devices = {"engine": "torch", "offload": False, "sequence_parallel": 1, "shard_size": None}
+        devices = {"engine": "torch"}
         values |= {f"{role}.{key}": value for key, value in (sizes | devices).items()}
     if converted.needs_critic:
         values["critic.model.path"] = str(workspace / "model")

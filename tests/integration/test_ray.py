@@ -179,7 +179,7 @@ def test_a_run_that_changed_to_megatron_is_killed_and_resumed(runs: Runs) -> Non
     """Two workers share matrices, first by FSDP2. They are killed, and then their driver: the results stay the same."""
     grpo: dict[str, Any] = {
         "algorithm__advantage": "grpo",
-        "actor__tensor_parallel": 2,
+        "actor__engine__tensor_parallel": 2,
         "algorithm__kl__in_reward": None,
         "algorithm__kl__in_loss": 0.1,
     }
@@ -262,8 +262,7 @@ def test_one_vllm_spans_the_devices_of_two_ranks(runs: Runs, tmp_path: Path) -> 
         pools={"train": {"workers": 2, "cpus_per_worker": 0.5}},  # both on one node
         critic__engine="fsdp",
         model__path=str(model),
-        rollout__engine="vllm",
-        rollout__vllm={"tensor_parallel": 2},
+        rollout__engine={"type": "vllm", "tensor_parallel": 2},
         actor__lr=1e-2,
         actor__offload_when_idle=True,
         critic__offload_when_idle=True,
@@ -300,8 +299,7 @@ def test_a_server_gets_the_weights_of_an_actor_on_two_ranks(runs: Runs, tmp_path
         config = runs.config(
             "served",
             model__path=str(model),
-            rollout__engine="server",
-            rollout__server={"urls": [url], "weights_folder": str(weights)},
+            rollout__engine={"type": "server", "urls": [url], "weights_folder": str(weights)},
         )
         assert gap(runs.finish(config)) < 1e-3
         assert not list(weights.iterdir()), "nothing is left behind"
@@ -324,7 +322,7 @@ def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
 @needs("vllm")
 def test_two_workers_that_share_an_engine_want_one_machine(runs: Runs) -> None:
     """There are two CPUs, but on two machines."""
-    vllm = {"rollout__engine": "vllm", "rollout__vllm": {"tensor_parallel": 2}}
+    vllm = {"rollout__engine": {"type": "vllm", "tensor_parallel": 2}}
     straddles = runs.train(runs.config("straddles", pools={"train": {"workers": 2}}, **vllm))
     assert straddles.wait() == 2, straddles.text
     assert "asks for 1 x 2 CPUs, each on one machine (2 workers share" in straddles.text

@@ -50,8 +50,7 @@ def config(folder: Path, processes: Processes, name: str, urls: list[str], **cha
         run__name=name,
         run__store=f"file://{processes.folder}/runs",
         reward__function="tests.rewards:letters",
-        rollout__engine="server",
-        rollout__server={"urls": urls, "weights_folder": str(folder / "weights"), **changes},
+        rollout__engine={"type": "server", "urls": urls, "weights_folder": str(folder / "weights"), **changes},
         actor__lr=1e-2,
     )
 
@@ -107,7 +106,7 @@ def test_log_probs_of_another_kind_are_found_before_anything_is_generated(
     )
     child = train(processes, begun)
     assert child.wait() == 0, child.text
-    child = train(processes, begun.with_values({"rollout.server.urls": [url], "train.iterations": 2}))
+    child = train(processes, begun.with_values({"rollout.engine.urls": [url], "train.iterations": 2}))
     assert child.wait() == 2, child.text
     assert f"the log-probs of {url} differ from the trainer's" in child.text
     assert not child.computed_shards
@@ -129,7 +128,7 @@ def test_a_publishers_sampling_defaults_do_not_reach_the_policy(unprepared: tupl
 
 def test_what_a_server_cannot_do_is_said(folder: Path, url: str, processes: Processes) -> None:
     for changes, code, says in (
-        ({"weights_folder": None}, 2, "rollout.server.weights_folder is null"),
+        ({"weights_folder": None}, 2, "rollout.engine.weights_folder is null"),
         ({"api": "sglang"}, 2, "/update_weights_from_disk answered 404"),
     ):
         child = train(processes, config(folder, processes, "cannot", [url], **changes))

@@ -47,8 +47,7 @@ def grpo(
         reward__function=None if "rollout__agent" in changes else "tests.rewards:letters",
         algorithm__advantage="grpo",
         algorithm__kl__in_reward=None,
-        rollout__engine="server",
-        rollout__server={"api": "sglang", "urls": [url], "weights_folder": weights and str(weights)},
+        rollout__engine={"type": "server", "api": "sglang", "urls": [url], "weights_folder": weights and str(weights)},
         actor__lr=1e-2,
         **changes,
     )

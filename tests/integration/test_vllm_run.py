@@ -38,8 +38,7 @@ def config(tmp_path: Path, processes: Processes) -> RunConfig:
     return tiny.config(
         tmp_path,
         reward__function="tests.rewards:letters",
-        rollout__engine="vllm",
-        rollout__vllm={"timeout_s": 60, "max_model_len": 256},
+        rollout__engine={"type": "vllm", "timeout_s": 60, "max_model_len": 256},
         actor__lr=1e-2,
         train__iterations=3,
     )
@@ -183,7 +182,7 @@ def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processe
             "rollout.max_staleness": 2,
             "rollout.partial": True,
             "rollout.max_response_tokens": 240,
-            "rollout.vllm.max_model_len": 440,
+            "rollout.engine.max_model_len": 440,
             "rollout.ignore_eos": True,
             "rollout.prompts_per_shard": 4,
             "train.iterations": 6,
@@ -213,7 +212,7 @@ def test_new_weights_come_in_the_middle_of_responses(config: RunConfig, processe
 
 
 def test_vllm_may_die_hang_and_outlives_no_driver(config: RunConfig, processes: Processes) -> None:
-    config = config.with_values({"train.iterations": 200, "rollout.vllm.timeout_s": 45})
+    config = config.with_values({"train.iterations": 200, "rollout.engine.timeout_s": 45})
     child = train(processes, config)
     log = Path(config.run.store.removeprefix("file://")) / config.run.name / "log"
     until(lambda: log.exists() and History.of(config).state.iteration >= 1)

@@ -47,7 +47,7 @@ WRONG = [
     # unknown keys
     ("foo=1", "foo is not a key of the config"),
     ("actor.mini_batch=1", "actor.mini_batch is not a key of the config"),
-    ("algorithm.advantage={type: grpo, gamma: 1}", "algorithm.advantage.gamma is not a key of the config"),
+    ("algorithm.advantage={type: grpo, gamma: 1}", "algorithm.advantage.gamma is no option of grpo, but of gae"),
     ("critic.model={path: x, pth: y}", "critic.model.pth is not a key of the config"),
     # missing ones
     ("model={}", "model.path is missing: set it"),
@@ -83,53 +83,53 @@ WRONG = [
     ("actor.mini_batch_trajectories=257", "actor.mini_batch_trajectories is 257, more than an iteration has (data.prompts_per_iteration 64 x rollout.n 4 = 256): lower it"),  # noqa: E501
     ("critic.mini_batch_trajectories=100", "critic.mini_batch_trajectories is 100, which does not divide 256"),
     ("actor.micro_batch_tokens=1023", "actor.micro_batch_tokens is 1023, less than one trajectory may have (data.max_prompt_tokens + rollout.max_response_tokens = 1024): raise it"),  # noqa: E501
-    ("critic.sequence_parallel=2", "critic.sequence_parallel is 2, which does not divide the number of processes that hold the critic (1): change one of them"),  # noqa: E501
-    ("pools={all: {workers: 3}}; actor.sequence_parallel=2", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the actor (3)"),  # noqa: E501
-    ("actor.engine=fsdp; actor.offload_when_idle=true; actor.offload=true", "actor.offload already keeps the state in host memory, so actor.offload_when_idle does nothing: set only one of them"),  # noqa: E501
-    ("critic.engine=deepspeed; critic.zero_stage=3; critic.offload_when_idle=true", "critic.offload_when_idle does not work with critic.zero_stage 3"),  # noqa: E501
-    ("pools={all: {workers: 2}}; actor.tensor_parallel=2", "actor.tensor_parallel requires actor.engine fsdp or megatron and does not work with actor.engine torch"),  # noqa: E501
-    ("pools={all: {workers: 2}}; model.lora={}; actor={engine: fsdp, tensor_parallel: 2}", "actor.tensor_parallel requires actor.engine fsdp or megatron and does not work with model.lora"),  # noqa: E501
-    ("actor.pipeline_parallel=2", "actor.pipeline_parallel requires actor.engine megatron, not torch: remove it"),
-    ("actor.distributed_optimizer=false", "actor.distributed_optimizer requires actor.engine megatron, not torch"),
-    ("pools={all: {workers: 6}}; actor={engine: megatron, tensor_parallel: 2, pipeline_parallel: 2}", "actor.tensor_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (6)"),  # noqa: E501
-    ("pools={all: {workers: 2}}; actor={engine: megatron, expert_parallel: 2, pipeline_parallel: 2}", "actor.expert_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (2)"),  # noqa: E501
-    ("pools={all: {workers: 2}}; actor={engine: megatron, context_parallel: 4}", "actor.context_parallel is 4, which does not divide the number of processes that hold the actor (2)"),  # noqa: E501
-    ("actor={engine: fsdp, context_parallel: 2}", "actor.context_parallel requires actor.engine megatron, not fsdp: remove it"),  # noqa: E501
-    ("actor={engine: fsdp, expert_parallel: 2}", "actor.expert_parallel requires actor.engine megatron, not fsdp: remove it"),  # noqa: E501
+    ("critic.engine.sequence_parallel=2", "critic.engine.sequence_parallel is 2, which does not divide the number of processes that hold the critic (1): change one of them"),  # noqa: E501
+    ("pools={all: {workers: 3}}; actor.engine.sequence_parallel=2", "actor.engine.sequence_parallel is 2, which does not divide the number of processes that hold the actor (3)"),  # noqa: E501
+    ("actor.engine=fsdp; actor.offload_when_idle=true; actor.engine.offload=true", "actor.engine.offload already keeps the state in host memory, so actor.offload_when_idle does nothing: set only one of them"),  # noqa: E501
+    ("critic.engine=deepspeed; critic.engine.zero_stage=3; critic.offload_when_idle=true", "critic.offload_when_idle does not work with critic.engine.zero_stage 3"),  # noqa: E501
+    ("pools={all: {workers: 2}}; actor.engine.tensor_parallel=2", "actor.engine.tensor_parallel is no option of torch, but of fsdp and megatron"),  # noqa: E501
+    ("pools={all: {workers: 2}}; model.lora={}; actor={engine: {type: fsdp, tensor_parallel: 2}}", "actor.engine.tensor_parallel does not work with model.lora: remove one of them"),  # noqa: E501
+    ("actor.engine.pipeline_parallel=2", "actor.engine.pipeline_parallel is no option of torch, but of megatron: remove it, or set actor.engine.type to megatron"),  # noqa: E501
+    ("actor.engine.distributed_optimizer=false", "actor.engine.distributed_optimizer is no option of torch, but of megatron: remove it, or set actor.engine.type to megatron"),  # noqa: E501
+    ("pools={all: {workers: 6}}; actor={engine: {type: megatron, tensor_parallel: 2, pipeline_parallel: 2}}", "actor.engine.tensor_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (6)"),  # noqa: E501
+    ("pools={all: {workers: 2}}; actor={engine: {type: megatron, expert_parallel: 2, pipeline_parallel: 2}}", "actor.engine.expert_parallel x pipeline_parallel is 4, which does not divide the number of processes that hold the actor (2)"),  # noqa: E501
+    ("pools={all: {workers: 2}}; actor={engine: {type: megatron, context_parallel: 4}}", "actor.engine.context_parallel is 4, which does not divide the number of processes that hold the actor (2)"),  # noqa: E501
+    ("actor={engine: {type: fsdp, context_parallel: 2}}", "actor.engine.context_parallel is no option of fsdp, but of megatron: remove it, or set actor.engine.type to megatron"),  # noqa: E501
+    ("actor={engine: {type: fsdp, expert_parallel: 2}}", "actor.engine.expert_parallel is no option of fsdp, but of megatron: remove it, or set actor.engine.type to megatron"),  # noqa: E501
     ("model.lora={}; actor.engine=megatron", "model.lora is not supported yet by engine megatron: remove it, or set actor.engine to fsdp"),  # noqa: E501
     ("critic={engine: megatron, model: {path: judge, kernels: compile}}", "critic.model.kernels compile is not supported yet by engine megatron: remove it, or set critic.engine to fsdp"),  # noqa: E501
     ("model.kernels=compile; actor.engine=megatron", "model.kernels compile is not supported yet by engine megatron"),
     ("actor={engine: megatron, packing: true}", "actor.packing true is not supported yet by engine megatron"),
-    ("actor={engine: megatron, offload: true}", "actor.offload is not supported yet by engine megatron"),
-    ("pools={all: {workers: 2}}; critic={engine: megatron, sequence_parallel: 2}", "critic.sequence_parallel does not work with engine megatron: set critic.context_parallel instead"),  # noqa: E501
-    ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.sequence_parallel=2; algorithm.kl.in_reward=0.1", "actor.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
-    ("pools={all: {workers: 2}}; actor.shard_size=2", "actor.shard_size requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
+    ("actor={engine: {type: megatron, offload: true}}", "actor.engine.offload is no option of megatron, but of fsdp and deepspeed: remove it"),  # noqa: E501
+    ("pools={all: {workers: 2}}; critic={engine: {type: megatron, sequence_parallel: 2}}", "critic.engine.sequence_parallel is no option of megatron, but of torch, fsdp and deepspeed: remove it"),  # noqa: E501
+    ("pools={a: {workers: 2}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}; actor.engine.sequence_parallel=2; algorithm.kl.in_reward=0.1", "actor.engine.sequence_parallel is 2, which does not divide the number of processes that hold the reference (1)"),  # noqa: E501
+    ("pools={all: {workers: 2}}; actor.engine.shard_size=2", "actor.engine.shard_size is no option of torch, but of fsdp: remove it, or set actor.engine.type to fsdp"),  # noqa: E501
     ("model.kernels=compile; actor.engine=deepspeed", "model.kernels compile does not work with actor.engine deepspeed: set model.kernels to torch"),  # noqa: E501
     ("critic.model={path: m, kernels: compile}; critic.engine=deepspeed", "critic.model.kernels compile does not work with critic.engine deepspeed: set critic.model.kernels to torch"),  # noqa: E501
-    ("rollout.vllm.tensor_parallel=2", "rollout.vllm.tensor_parallel is 2, but rollout.engine is hf: remove it, or set rollout.engine to vllm"),  # noqa: E501
+    ("rollout.engine.tensor_parallel=2", "rollout.engine.tensor_parallel is no option of hf, but of vllm: remove it, or set rollout.engine.type to vllm"),  # noqa: E501
     ("actor.gradient_checkpointing=full", "actor.gradient_checkpointing: should be true, false, selective or null"),
-    ("actor.reshard_after_forward=false", "actor.reshard_after_forward requires actor.engine fsdp, not torch: remove it"),  # noqa: E501
-    ("pools={all: {workers: 8}}; actor={engine: fsdp, shard_size: 3}", "actor.shard_size is 3, which does not divide the number of processes that hold the actor (8): change one of them"),  # noqa: E501
-    ("pools={all: {workers: 8}}; actor={engine: fsdp, shard_size: 2, tensor_parallel: 4}", "actor.shard_size is 2, which is no multiple of actor.tensor_parallel 4: raise it"),  # noqa: E501
+    ("actor.engine.reshard_after_forward=false", "actor.engine.reshard_after_forward is no option of torch, but of fsdp: remove it, or set actor.engine.type to fsdp"),  # noqa: E501
+    ("pools={all: {workers: 8}}; actor={engine: {type: fsdp, shard_size: 3}}", "actor.engine.shard_size is 3, which does not divide the number of processes that hold the actor (8): change one of them"),  # noqa: E501
+    ("pools={all: {workers: 8}}; actor={engine: {type: fsdp, shard_size: 2, tensor_parallel: 4}}", "actor.engine: shard_size is 2, which is no multiple of tensor_parallel 4: raise it"),  # noqa: E501
     ("model.attention=flash_attention_2; model.dtype=float32", "model.attention flash_attention_2 computes in 16 bits: set model.dtype bfloat16, or use sdpa"),  # noqa: E501
-    ("rollout.quantization=fp8", "rollout.quantization fp8 is for rollout.engine vllm: remove it"),
+    ("rollout.engine.quantization=fp8", "rollout.engine.quantization is no option of hf, but of vllm: remove it, or set rollout.engine.type to vllm"),  # noqa: E501
     ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
     ("rollout={engine: vllm, min_p: 0.1, temperature: 0.7}", "rollout.engine vllm gives log-probs either before min_p or at a temperature, not both: with rollout.min_p 0.1, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
-    ("rollout={engine: server, min_p: 0.1, server: {urls: 'http://a:1', api: sglang}}", "rollout.server.api sglang has no min_p for requests with a seed: remove rollout.min_p, or set rollout.seeds to engine"),  # noqa: E501
-    ("rollout={engine: server, top_k: 8, min_p: 0.1, server: {urls: 'http://a:1', api: tgi}}", "rollout.server.api tgi has no min_p: remove rollout.min_p"),  # noqa: E501
+    ("rollout={engine: {type: server, urls: 'http://a:1', api: sglang}, min_p: 0.1}", "rollout.engine.api sglang has no min_p for requests with a seed: remove rollout.min_p, or set rollout.seeds to engine"),  # noqa: E501
+    ("rollout={engine: {type: server, urls: 'http://a:1', api: tgi}, top_k: 8, min_p: 0.1}", "rollout.engine.api tgi has no min_p: remove rollout.min_p"),  # noqa: E501
     ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not supported: it lowers a token's probability by what came before, which the trainer's log-probs do not"),  # noqa: E501
-    ("rollout={engine: vllm, vllm: {max_model_len: 100}}", "rollout.vllm.max_model_len is 100, less than data.max_prompt_tokens + rollout.max_response_tokens = 1024: raise it"),  # noqa: E501
-    ("pools={all: {workers: 6, gpus_per_worker: 1}}; rollout={engine: vllm, vllm: {tensor_parallel: 4}}", "rollout.vllm.tensor_parallel is 4, the GPUs of 4 workers, but pools.all.workers is 6, which is not a multiple of 4: change one of them"),  # noqa: E501
-    ("pools={all: {workers: 4, gpus_per_worker: 2}}; rollout={engine: vllm, vllm: {tensor_parallel: 3}}", "rollout.vllm.tensor_parallel is 3, which is not a multiple of pools.all.gpus_per_worker (2): change one of them"),  # noqa: E501
-    ("pools={all: {workers: 2, gpus_per_worker: 0.5}}; rollout={engine: vllm, vllm: {tensor_parallel: 2}}", "rollout.vllm.tensor_parallel is 2, but the workers of pools.all share GPUs (gpus_per_worker 0.5): set pools.all.gpus_per_worker to 1"),  # noqa: E501
+    ("rollout={engine: {type: vllm, max_model_len: 100}}", "rollout.engine.max_model_len is 100, less than data.max_prompt_tokens + rollout.max_response_tokens = 1024: raise it"),  # noqa: E501
+    ("pools={all: {workers: 6, gpus_per_worker: 1}}; rollout={engine: {type: vllm, tensor_parallel: 4}}", "rollout.engine.tensor_parallel is 4, the GPUs of 4 workers, but pools.all.workers is 6, which is not a multiple of 4: change one of them"),  # noqa: E501
+    ("pools={all: {workers: 4, gpus_per_worker: 2}}; rollout={engine: {type: vllm, tensor_parallel: 3}}", "rollout.engine.tensor_parallel is 3, which is not a multiple of pools.all.gpus_per_worker (2): change one of them"),  # noqa: E501
+    ("pools={all: {workers: 2, gpus_per_worker: 0.5}}; rollout={engine: {type: vllm, tensor_parallel: 2}}", "rollout.engine.tensor_parallel is 2, but the workers of pools.all share GPUs (gpus_per_worker 0.5): set pools.all.gpus_per_worker to 1"),  # noqa: E501
     ("reference.mix=0.5", "reference.mix is set, but the reference never changes: set reference.sync_every, too"),
     ("reference.sync_every=4", "reference.sync_every is set, but nothing reads the reference: set algorithm.kl.in_loss or algorithm.kl.in_reward, or remove it"),  # noqa: E501
     ("algorithm.kl.in_loss=0.1; reference={sync_every: 4, model: m}", "reference.sync_every moves the reference to the actor, so reference.model would be lost: remove one"),  # noqa: E501
     ("algorithm.kl.in_loss=0.1; reference.sync_every=4; pools={a: {}, b: {}}; placement={actor: a, critic: a, rollout: a, reference: b}", "reference.sync_every reads the actor's weights, which are in another pool: place actor and reference in the same pool"),  # noqa: E501
     ("model.lora={}; actor.ema_decay=0.99", "actor.ema_decay averages whole models and does not work with model.lora: remove one of them"),  # noqa: E501
     ("actor.ema_decay=1", "actor.ema_decay is 1: input should be less than 1"),
-    ("rollout.engine=server", "rollout.engine is server, but rollout.server.urls is empty: list the servers"),
-    ("rollout={engine: server, server: {urls: 'http://a:1'}}; model.lora={}", "rollout.engine server cannot load adapters"),  # noqa: E501
+    ("rollout.engine=server", "rollout.engine.urls is missing: set it"),
+    ("rollout={engine: {type: server, urls: 'http://a:1'}}; model.lora={}", "rollout.engine server cannot load adapters"),  # noqa: E501
     ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
     ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
     ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
@@ -148,8 +148,8 @@ WRONG = [
     ("pools={a: {}, b: {}}", "placement is colocated, but there are 2 pools: keep one, or map each role to a pool in placement"),  # noqa: E501
     ("pools={a: {}}; placement=separate", "placement puts the actor in actor, the critic in critic and the rollout in rollout: name pools so, or map each role to one of the pools (a)"),  # noqa: E501
     ("pools={a: {}}; placement={actor: b, critic: a}", "placement puts the actor in b and the rollout in no pool: map each to one of the pools (a)"),  # noqa: E501
-    ("actor.tensor_parallel=2", "actor.tensor_parallel requires actor.engine fsdp or megatron and does not work with actor.engine torch"),  # noqa: E501
-    ("actor={engine: deepspeed, zero_stage: 3, offload: true, offload_when_idle: true}", "actor.offload already keeps the state in host memory"),  # noqa: E501
+    ("actor.engine.tensor_parallel=2", "actor.engine.tensor_parallel is no option of torch, but of fsdp and megatron"),
+    ("actor={engine: {type: deepspeed, zero_stage: 3, offload: true}, offload_when_idle: true}", "actor.engine.offload already keeps the state in host memory"),  # noqa: E501
     ("model.lora={}; actor.engine=megatron; critic.engine=megatron", "model.lora is not supported yet by engine megatron: remove it, or set actor.engine and critic.engine to fsdp"),  # noqa: E501
     ("model.kernels=compile; actor.engine=deepspeed; critic.engine=deepspeed", "model.kernels compile does not work with actor.engine deepspeed and critic.engine deepspeed: set model.kernels to torch"),  # noqa: E501
     ("reference={model: {path: m, lora: {}}}", "reference.model.lora is set, but the reference does not learn: remove it"),  # noqa: E501
@@ -165,9 +165,15 @@ WRONG = [
     ("reward={function: judge, judge: {url: 'http://a:1/v1', model: m, mode: pairwise}}; algorithm.advantage=remax", "but algorithm.advantage remax scores greedy answers, each of which is alone"),  # noqa: E501
     ("reward={function: judge, judge: {url: 'http://a:1/v1', model: m, mode: pairwise}}; algorithm={advantage: {type: grpo, drop_zero_std_groups: true}, dynamic_sampling: {max_prompts: 128}}; data.curriculum={solved_score: 1}; rollout.n=1", "algorithm.advantage grpo, algorithm.advantage.drop_zero_std_groups, algorithm.dynamic_sampling, reward.judge.mode pairwise and data.curriculum compare the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
     ("rollout.partial=true", "rollout.partial requires rollout.mode async, but rollout.mode is sync"),
+    ("rollout.max_staleness=4", "rollout.max_staleness is 4, which requires rollout.mode async, but rollout.mode is sync: remove it"),  # noqa: E501
+    ("actor.engine={type: fsdp, tensor_parallel: 2, sequence_parallel: 2}", "actor.engine: tensor_parallel and sequence_parallel do not work together: remove one of them"),  # noqa: E501
+    ("actor.engine.offload=true", "actor.engine.offload is no option of torch, but of fsdp and deepspeed: remove it, or set actor.engine.type to fsdp or deepspeed"),  # noqa: E501
+    ("actor={engine: {type: fsdp, zero_stage: 3}}", "actor.engine.zero_stage is no option of fsdp, but of deepspeed: remove it, or set actor.engine.type to deepspeed"),  # noqa: E501
+    ("rollout.engine.enforce_eager=true", "rollout.engine.enforce_eager is no option of hf, but of vllm: remove it, or set rollout.engine.type to vllm"),  # noqa: E501
+    ("rollout.engine.urls=http://a:1", "rollout.engine.urls is no option of hf, but of server: remove it, or set rollout.engine.type to server"),  # noqa: E501
     ("rollout.seeds=engine", "rollout.seeds engine is for rollout.engine vllm and server"),
     ("rollout={engine: vllm, seeds: engine}; run.deterministic=true", "rollout.seeds engine draws responses that cannot be repeated"),  # noqa: E501
-    ("rollout={engine: server, server: {urls: 'http://a:1', api: tgi, weights_folder: w}}", "rollout.server.api tgi cannot load new weights"),  # noqa: E501
+    ("rollout={engine: {type: server, urls: 'http://a:1', api: tgi, weights_folder: w}}", "rollout.engine.api tgi cannot load new weights"),  # noqa: E501
     ("data.generations=r; algorithm.rollout_correction.bypass=true", "data.generations uses the generations of another policy"),  # noqa: E501
     ("data.generations=r; train.epochs=1", "train.epochs is set, but data.generations draws no prompts: remove one of them"),  # noqa: E501
     ("train.epochs=1; algorithm.dynamic_sampling.max_prompts=128", "train.epochs is set, but algorithm.dynamic_sampling draws as many prompts as it needs"),  # noqa: E501
@@ -245,9 +251,17 @@ def test_all_mistakes_are_said_at_once(file: Path) -> None:
 
 def test_all_combinations_that_do_not_work_are_said_at_once(file: Path) -> None:
     with pytest.raises(UserError) as refused:
-        load_config(file, ["validation.every=1", "actor.tensor_parallel=2", "critic=null", "pools={a: {workers: 3}}"])
+        load_config(
+            file,
+            [
+                "validation.every=1",
+                "actor.engine={type: fsdp, tensor_parallel: 2}",
+                "critic=null",
+                "pools={a: {workers: 3}}",
+            ],
+        )
     keys = [line.removeprefix(f"{file}: ").split()[0] for line in str(refused.value).splitlines()]
-    assert keys == ["critic", "actor.tensor_parallel", "validation.every"]
+    assert keys == ["critic", "actor.engine.tensor_parallel", "validation.every"]
 
 
 def test_a_mistake_of_actor_and_reference_is_said_once(file: Path) -> None:
@@ -369,8 +383,8 @@ def test_which_stages_exist() -> None:
         ({"rollout.mode": "async"}, True),
         ({"rollout.engine": "vllm"}, True),
         ({"rollout.engine": "vllm", "model.dtype": "float32"}, False),
-        ({"rollout.engine": "vllm", "model.dtype": "float32", "rollout.quantization": "fp8"}, True),
-        ({"rollout.engine": "server", "rollout.server.urls": ["http://127.0.0.1:1"]}, True),
+        ({"rollout.engine": "vllm", "model.dtype": "float32", "rollout.engine.quantization": "fp8"}, True),
+        ({"rollout.engine": "server", "rollout.engine.urls": ["http://127.0.0.1:1"]}, True),
         ({"rollout.engine": "vllm", "algorithm.rollout_correction": {}}, False),
     ],
 )
@@ -479,7 +493,7 @@ def test_a_vllm_spans_one_worker_or_several_whole_ones(
     workers: int, gpus_per_worker: float, tensor_parallel: int, size: int
 ) -> None:
     pools = {"all": {"workers": workers, "gpus_per_worker": gpus_per_worker}}
-    changes = {"rollout.engine": "vllm", "rollout.vllm.tensor_parallel": tensor_parallel}
+    changes = {"rollout.engine": "vllm", "rollout.engine.tensor_parallel": tensor_parallel}
     assert parse_config(MINIMAL, "here").with_values({"pools": pools} | changes).rollout_team_size == size
     assert parse_config(MINIMAL, "here").with_values(changes).rollout_team_size == 1, (
         "the driver's process sees all its GPUs"

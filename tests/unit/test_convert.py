@@ -12,6 +12,7 @@ import yaml
 
 from ratchet.rlhf.config import RunConfig, keys, load_config, parse_config
 from ratchet.rlhf.config.counterparts import SOURCES, Settings, Source
+from ratchet.rlhf.config.engines import FSDPConfig
 from ratchet.rlhf.convert import Conversion, convert
 from ratchet.rlhf.convert.shell import launches, read_script
 from ratchet.rlhf.errors import UserError
@@ -163,7 +164,7 @@ def test_all_of_verls_quickstart_is_in_the_table_by_todays_names(tmp_path: Path)
     assert [key for key in given if VERL.counterpart(key) is None or VERL.today(key) != key] == []
     config = convert(script(tmp_path, *QUICKSTART), "verl").config()
     assert (config.data.prompts_per_iteration, config.actor.mini_batch_trajectories) == (256, 64)
-    assert (config.critic and config.critic.lr, config.pools, config.rollout.engine) == (1e-5, {}, "vllm")
+    assert (config.critic and config.critic.lr, config.pools, config.rollout.engine.type) == (1e-5, {}, "vllm")
     assert config.actor.micro_batch_tokens == 4 * (512 + 512)
     assert config.algorithm.kl.in_reward is None, "verl ignores kl_coef without use_kl_in_reward"
     assert (config.algorithm.advantage.lam, config.rollout.n) == (1.0, 1), "verl's defaults"  # type: ignore[union-attr]
@@ -183,7 +184,8 @@ def test_verls_units_and_combinations(tmp_path: Path) -> None:
         "clip_ratio_high": 0.28,
         "clip_ratio_c": 10.0,
     }
-    assert (config.pools["all"].workers, config.actor.sequence_parallel, config.actor.offload) == (128, 8, True)
+    assert config.pools["all"].workers == 128
+    assert config.actor.engine == FSDPConfig(sequence_parallel=8, offload=True)
     assert config.actor.lr_schedule.warmup_iterations == 10
     assert config.validation.model_dump(include={"n", "temperature", "every"}) == {
         "n": 1,
@@ -242,7 +244,7 @@ def test_a_config_of_verl_may_be_yaml_with_references(tmp_path: Path) -> None:
     converted = convert(path, "verl")
     config = converted.config()
     assert (config.data.prompts_per_iteration, config.actor.mini_batch_trajectories) == (64, 256)
-    assert (config.rollout.engine, config.run.name) == ("hf", "run")
+    assert (config.rollout.engine.type, config.run.name) == ("hf", "run")
     assert config.data.train == (f"{Path.home()}/p.parquet",)
     assert "_target_" not in converted.text()
 
@@ -460,7 +462,7 @@ def test_the_tables_name_keys_that_there_are(source: Source) -> None:
         ("actor_rollout_ref.rollout.top_k=-1", "write rollout.top_k=0"),
         ("num_generations=8", "is a key of TRL (GRPO): write rollout.n=8"),
         ("min_p=0.1", "is a key of TRL (GRPO): write rollout.min_p=0.1"),
-        ("rollout.tensor_model_parallel_size=2", "write rollout.vllm.tensor_parallel=2"),
+        ("rollout.tensor_model_parallel_size=2", "write rollout.engine.tensor_parallel=2"),
         ("reward_model.num_workers=4", "is a key of verl: write reward.workers=4"),
         ("n_samples_per_prompt=4", "is a key of OpenRLHF: write rollout.n=4"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "write algorithm.loss.type=ppo"),

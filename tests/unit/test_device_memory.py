@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ratchet.rlhf.config import ModelConfig, RunConfig, parse_config
+from ratchet.rlhf.config.engines import VLLMConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.rollout.device_memory import GIB, check_config, check_fits, resident
@@ -42,19 +43,19 @@ def grpo(**changes: Any) -> RunConfig:
             8,
             {"weights of the actor": 4 / 8, "optimizer state of the actor": 1, "weights of the reference": 2 / 8},
         ),
-        ({"actor__engine": "fsdp", "actor__offload": True}, 8, {}),
+        ({"actor__engine": "fsdp", "actor__engine__offload": True}, 8, {}),
         (
-            {"actor__engine": "deepspeed", "actor__zero_stage": 2},
+            {"actor__engine": "deepspeed", "actor__engine__zero_stage": 2},
             8,  # the model in bfloat16 on each rank; float32 weights and two moments are shared
             {"weights of the actor": 2, "optimizer state of the actor": 12 / 8, "weights of the reference": 2},
         ),
         (
-            {"actor__engine": "deepspeed", "actor__zero_stage": 2, "actor__offload": True},
+            {"actor__engine": "deepspeed", "actor__engine__zero_stage": 2, "actor__engine__offload": True},
             8,
             {"weights of the actor": 2, "weights of the reference": 2},
         ),
         (
-            {"actor__engine": "deepspeed", "actor__zero_stage": 3},
+            {"actor__engine": "deepspeed", "actor__engine__zero_stage": 3},
             8,
             {"weights of the actor": 2 / 8, "optimizer state of the actor": 12 / 8, "weights of the reference": 2 / 8},
         ),
@@ -82,7 +83,7 @@ def test_more_than_what_is_left_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(UserError) as refused:
         check_fits(0.9, 80 * GIB, held)
     assert str(refused.value) == (
-        "rollout.vllm.gpu_memory_utilization 0.9 of 80.0 GiB is 72.0 GiB, but weights of the actor 20.0 + optimizer "
+        "rollout.engine.gpu_memory_utilization 0.9 of 80.0 GiB is 72.0 GiB, but weights of the actor 20.0 + optimizer "
         "state of the actor 30.0 GiB stay on the GPU, which leaves 30.0: lower it to 0.37, or let the models take "
         "turns (actor.offload_when_idle, critic.offload_when_idle)"
     )
@@ -97,7 +98,7 @@ def test_models_are_counted_by_their_files(tmp_path: Path) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     config = tiny.config(tmp_path, rollout__engine="vllm", algorithm__advantage="grpo", algorithm__kl={})
     total = 20 * count  # weights and moments of the actor take 12
-    check_config(config.with_values({"rollout.vllm.gpu_memory_utilization": 0.4}), ["actor", "rollout"], total)
+    check_config(config, VLLMConfig(gpu_memory_utilization=0.4), ["actor", "rollout"], total)
     with pytest.raises(UserError, match=r"lower it to 0\.40"):
-        check_config(config, ["actor", "rollout"], total)
-    check_config(config, ["rollout"], total)
+        check_config(config, VLLMConfig(), ["actor", "rollout"], total)
+    check_config(config, VLLMConfig(), ["rollout"], total)

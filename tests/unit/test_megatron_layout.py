@@ -239,7 +239,7 @@ def test_a_run_without_a_gpu_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_split_is_refused_before_a_start(tmp_path: Path) -> None:
     tiny.workspace(tmp_path)
     config = tiny.config(
-        tmp_path, actor__engine="megatron", actor__pipeline_parallel=3, pools={"train": {"workers": 3}}
+        tmp_path, actor__engine="megatron", actor__engine__pipeline_parallel=3, pools={"train": {"workers": 3}}
     )
     says = "^actor.engine megatron cannot compute the actor: pipeline_parallel is 3, which does not divide the model's"
     with pytest.raises(UserError, match=says):

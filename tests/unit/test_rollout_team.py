@@ -89,8 +89,7 @@ def take_turns(folder: Path) -> None:
     config = tiny.config(
         folder,
         pools={"train": {"workers": 4}},
-        rollout__engine="vllm",
-        rollout__vllm={"tensor_parallel": 2},
+        rollout__engine={"type": "vllm", "tensor_parallel": 2},
         actor__offload_when_idle=True,
     )
     engines = Engines(config, ["actor", "rollout"])

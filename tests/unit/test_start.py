@@ -83,10 +83,12 @@ def test_pools_that_need_gpus_on_a_machine_without_any(root: Path, monkeypatch: 
 
 @without_gpus
 def test_a_vllm_that_needs_more_gpus_than_there_are(root: Path) -> None:
-    config = tiny.config(root, rollout__engine="vllm", rollout__vllm={"tensor_parallel": 2})
-    with pytest.raises(UserError, match=r"^rollout.vllm.tensor_parallel is 2, but this machine has no GPU: remove it$"):
+    config = tiny.config(root, rollout__engine={"type": "vllm", "tensor_parallel": 2})
+    with pytest.raises(
+        UserError, match=r"^rollout.engine.tensor_parallel is 2, but this machine has no GPU: remove it$"
+    ):
         check_devices(config)
-    check_devices(config.with_values({"rollout.vllm": {}}))
+    check_devices(config.with_values({"rollout.engine": "vllm"}))
     in_a_pool = {"pools": {"all": {"workers": 2}}}
     check_devices(config.with_values(in_a_pool))  # a worker without a GPU is a device
 
@@ -105,8 +107,8 @@ def with_config(folder: Path, root: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("engine", ["hf", "server"])
 def test_trajectories_that_the_models_cannot_read(root: Path, tmp_path: Path, engine: str) -> None:
     short = with_config(tmp_path / "short", root, max_position_embeddings=207)
-    server = {"urls": ["http://127.0.0.1:1"], "weights_folder": str(tmp_path)}
-    config = tiny.config(root, model__path=str(short), rollout__engine=engine, rollout__server=server)
+    server = {"type": "server", "urls": ["http://127.0.0.1:1"], "weights_folder": str(tmp_path)}
+    config = tiny.config(root, model__path=str(short), rollout__engine="hf" if engine == "hf" else server)
     assert refusal(config) == [
         f"data.max_prompt_tokens 200 + rollout.max_response_tokens 8 is 208, but {short} reads at most 207 tokens "
         "(max_position_embeddings in its config.json): lower one of them"

@@ -21,12 +21,12 @@ def check_devices(config: RunConfig) -> None:
 
 
 def _missing_to_vllm(config: RunConfig, gpus: int) -> list[str]:
-    devices = config.rollout.vllm.tensor_parallel
+    devices = config.rollout.engine.devices
     if devices <= max(gpus, 1):
         return []
     has = f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "this machine has no GPU"
     fix = "remove it" if gpus < 2 else f"lower it to {gpus} or less"
-    return [f"rollout.vllm.tensor_parallel is {devices}, but {has}: {fix}"]
+    return [f"rollout.engine.tensor_parallel is {devices}, but {has}: {fix}"]
 
 
 def _missing_gpus(config: RunConfig, gpus: int) -> list[str]:

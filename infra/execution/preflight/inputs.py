@@ -60,10 +60,8 @@ def check_inputs(config: RunConfig) -> None:
 
 
 def _check_server(config: RunConfig) -> None:
-    server = config.rollout.server
-    takes_weights = server.weights_folder is not None or server.api == "sglang"
-    if config.rollout.engine == "server" and config.train.updates and not takes_weights:
+    if config.train.updates and not config.rollout.engine.takes_weights:
         raise UserError(
-            "rollout.server.weights_folder is null, so the servers would keep generating with the first weights: "
+            "rollout.engine.weights_folder is null, so the servers would keep generating with the first weights: "
             "name a folder that they can read, or only evaluate"
         )

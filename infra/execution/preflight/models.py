@@ -10,6 +10,7 @@ from ratchet.infra.execution.preflight.mistakes import check_all, refuse
 from ratchet.infra.execution.preflight.packages import is_installed
 from ratchet.infra.progress import note
 from ratchet.rlhf.config import ModelConfig, RunConfig
+from ratchet.rlhf.config.engines import MegatronConfig, VLLMConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.hf_configs import (
     attention_heads,
@@ -49,10 +50,10 @@ def check_models(config: RunConfig) -> None:
 
 
 def _check_heads(config: RunConfig) -> None:
-    devices = config.rollout.vllm.tensor_parallel
+    devices = config.rollout.engine.devices
     if devices > 1 and (heads := attention_heads(config.model)) % devices:
         raise UserError(
-            f"rollout.vllm.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
+            f"rollout.engine.tensor_parallel is {devices}, which does not divide the model's {heads} attention heads: "
             "change it"
         )
 
@@ -63,7 +64,7 @@ def _check_heads_of_vllm(config: RunConfig) -> None:
 
     pool = config.pool_of("rollout")
     has_gpu = torch.cuda.is_available() if pool is None else config.pools[pool].gpus_per_worker > 0
-    if config.rollout.engine != "vllm" or has_gpu or not is_installed("vllm"):
+    if not isinstance(config.rollout.engine, VLLMConfig) or has_gpu or not is_installed("vllm"):
         return
     decoder = text_config(config.model)
     size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
@@ -116,11 +117,9 @@ def _check_megatron(config: RunConfig, role: str) -> None:
     from ratchet.rlhf.models.megatron_layout import Place, refusal
 
     owner = "critic" if role == "critic" else "actor"
-    trainer = config.trainers[owner]
-    if trainer.engine == "megatron":
-        place = Place(
-            tensors=trainer.tensor_parallel, stages=trainer.pipeline_parallel, experts=trainer.expert_parallel
-        )
+    engine = config.trainers[owner].engine
+    if isinstance(engine, MegatronConfig):
+        place = Place(tensors=engine.tensor_parallel, stages=engine.pipeline_parallel, experts=engine.expert_parallel)
         if reason := refusal(text_config(config.model_of(role)), place):
             raise UserError(f"{owner}.engine megatron cannot compute the {role}: {reason}")
 

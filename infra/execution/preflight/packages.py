@@ -16,23 +16,23 @@ def check_packages(config: RunConfig) -> None:
     Raises:
         UserError: something is missing; a line for each package.
     """
-    engines = {trainer.engine for trainer in config.trainers.values()}
+    engines = {trainer.engine.type: trainer.engine for trainer in config.trainers.values()}
+    rollout = config.rollout.engine
     adapts = config.model.lora is not None or config.critic_model.lora is not None
     without_gpu = list(_without_gpu(config))
     mistakes, unusable = [mistake for _, mistake in without_gpu], {package for package, _ in without_gpu}
     for key, asked, package, extra in (
-        ("engine: deepspeed", "deepspeed" in engines, "deepspeed", "deepspeed"),
-        ("engine: megatron", "megatron" in engines, "megatron.core", "megatron"),
+        *((f"engine: {name}", True, engine.package, engine.extra) for name, engine in engines.items()),
         ("pools", bool(config.pools), "ray", "ray"),
         ("model.lora", adapts, "peft", "lora"),
         ("model.kernels: liger", _has_liger(config), "liger_kernel", "liger"),
-        ("rollout.engine: vllm", config.rollout.engine == "vllm", "vllm", "vllm"),
+        (f"rollout.engine: {rollout.type}", True, rollout.package, rollout.extra),
         *((f"tracking: {name}", True, name, "tracking" if name == "tensorboard" else name) for name in config.tracking),
         ("tracking", bool(config.tracking), "accelerate", "tracking"),
     ):
         if key == "tracking" and any(mistake.startswith("tracking: ") for mistake in mistakes):
             continue  # whose extras have it
-        if asked and package not in unusable and not is_installed(package):
+        if asked and package is not None and package not in unusable and not is_installed(package):
             mistakes.append(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
     if "wandb" in config.tracking and is_installed("wandb") and not has_login():
         mistakes.append(
@@ -55,9 +55,10 @@ def _without_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
     import torch
 
     for role, trainer in config.trainers.items():
-        if trainer.engine == "megatron" and not config.pools and not torch.cuda.is_available():
-            fix = f"{role}.engine megatron needs a GPU, and there is none: set {role}.engine to fsdp"
-            yield "megatron.core", fix
+        engine = trainer.engine
+        if engine.needs_gpu and engine.package and not config.pools and not torch.cuda.is_available():
+            fix = f"{role}.engine {engine.type} needs a GPU, and there is none: set {role}.engine to fsdp"
+            yield engine.package, fix
     if _has_liger(config) and not _trains_on_gpus(config):
         fix = "model.kernels is liger, which needs GPUs, but the trainers have none: set it to torch or compile"
         yield "liger_kernel", fix

@@ -242,7 +242,7 @@ def _engine(settings: Settings) -> Converted:
     if not settings.flag("use_vllm"):
         return {"rollout.engine": "hf"}
     if settings["vllm_mode"] == "server":
-        return {"rollout.engine": Assumed("vllm", "TRL's own server cannot be used; see rollout.server")}
+        return {"rollout.engine": Assumed("vllm", "TRL's own server cannot be used; see rollout.engine server")}
     return {"rollout.engine": "vllm"}
 
 
@@ -397,9 +397,9 @@ GRPO = Source(
         direct("min_p", "rollout.min_p"),
         direct("max_completion_length", "rollout.max_response_tokens"),
         computed(("use_vllm", "vllm_mode"), "rollout.engine", _engine, "`vllm` or `hf`"),
-        _with_vllm("vllm_gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
-        _with_vllm("vllm_tensor_parallel_size", "rollout.vllm.tensor_parallel"),
-        _with_vllm("vllm_max_model_length", "rollout.vllm.max_model_len"),
+        _with_vllm("vllm_gpu_memory_utilization", "rollout.engine.gpu_memory_utilization"),
+        _with_vllm("vllm_tensor_parallel_size", "rollout.engine.tensor_parallel"),
+        _with_vllm("vllm_max_model_length", "rollout.engine.max_model_len"),
         computed(
             ("reward_funcs", "reward_weights", "reward_model_name_or_path"),
             ("reward.function", "reward.model.path"),

@@ -212,7 +212,7 @@ def _engine(settings: Settings) -> Converted:
         return {"rollout.engine": Assumed("vllm", f"{ROLLOUT}.name is not given")}
     if name in ("vllm", "hf"):
         return {"rollout.engine": name}
-    return {"rollout.engine": Assumed("vllm", f"{name} does not run in Ratchet's processes; see rollout.server")}
+    return {"rollout.engine": Assumed("vllm", f"{name} does not run in Ratchet's processes; see rollout.engine server")}
 
 
 def _top_k(settings: Settings) -> Converted:
@@ -291,7 +291,7 @@ def _strategy(keys: Iterable[str], role: str) -> Conversion:
 def _offload(engine: str, role: str) -> Conversion:
     def convert(settings: Settings) -> Converted:
         switches = (settings.flag(f"{engine}.{part}_offload") for part in ("param", "optimizer"))
-        return {f"{role}.offload": any(list(switches))}
+        return {f"{role}.engine.offload": any(list(switches))}
 
     return convert
 
@@ -300,8 +300,8 @@ def _shard_size(key: str, role: str) -> Conversion:
     def convert(settings: Settings) -> Converted:
         size = settings.count(key)
         if size <= 0:
-            raise NoEqual(f"all processes, as {role}.shard_size null does")
-        return {f"{role}.shard_size": size}
+            raise NoEqual(f"all processes, as {role}.engine.shard_size null does")
+        return {f"{role}.engine.shard_size": size}
 
     return convert
 
@@ -363,18 +363,20 @@ def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterp
         ),
         computed(
             (f"{engine}.param_offload", f"{engine}.optimizer_offload"),
-            f"{role}.offload",
+            f"{role}.engine.offload",
             _offload(engine, role),
             "both together",
         ),
-        computed(f"{engine}.fsdp_size", f"{role}.shard_size", _shard_size(f"{engine}.fsdp_size", role), "-1 is null"),
-        direct(f"{engine}.reshard_after_forward", f"{role}.reshard_after_forward"),
-        direct(f"{section}.ulysses_sequence_parallel_size", f"{role}.sequence_parallel"),
-        direct(f"{section}.megatron.tensor_model_parallel_size", f"{role}.tensor_parallel"),
-        direct(f"{section}.megatron.pipeline_model_parallel_size", f"{role}.pipeline_parallel"),
-        direct(f"{section}.megatron.context_parallel_size", f"{role}.context_parallel"),
-        direct(f"{section}.megatron.expert_model_parallel_size", f"{role}.expert_parallel"),
-        direct(f"{section}.megatron.use_distributed_optimizer", f"{role}.distributed_optimizer"),
+        computed(
+            f"{engine}.fsdp_size", f"{role}.engine.shard_size", _shard_size(f"{engine}.fsdp_size", role), "-1 is null"
+        ),
+        direct(f"{engine}.reshard_after_forward", f"{role}.engine.reshard_after_forward"),
+        direct(f"{section}.ulysses_sequence_parallel_size", f"{role}.engine.sequence_parallel"),
+        direct(f"{section}.megatron.tensor_model_parallel_size", f"{role}.engine.tensor_parallel"),
+        direct(f"{section}.megatron.pipeline_model_parallel_size", f"{role}.engine.pipeline_parallel"),
+        direct(f"{section}.megatron.context_parallel_size", f"{role}.engine.context_parallel"),
+        direct(f"{section}.megatron.expert_model_parallel_size", f"{role}.engine.expert_parallel"),
+        direct(f"{section}.megatron.use_distributed_optimizer", f"{role}.engine.distributed_optimizer"),
         without_equal(
             (f"{section}.megatron.virtual_pipeline_model_parallel_size",), "not supported yet by engine megatron"
         ),
@@ -457,12 +459,12 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     direct(f"{ROLLOUT}.top_p", "rollout.top_p"),
     Counterpart((f"{ROLLOUT}.top_k",), ("rollout.top_k",), "-1 is 0", _top_k, is_direct=True),
     direct(f"{ROLLOUT}.ignore_eos", "rollout.ignore_eos"),
-    direct(f"{ROLLOUT}.quantization", "rollout.quantization", values={"fp8": "fp8"}),
-    _of_vllm(direct(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.vllm.tensor_parallel")),
-    _of_vllm(direct(f"{ROLLOUT}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization")),
-    _of_vllm(direct(f"{ROLLOUT}.max_model_len", "rollout.vllm.max_model_len")),
-    _of_vllm(direct(f"{ROLLOUT}.enforce_eager", "rollout.vllm.enforce_eager")),
-    _of_vllm(direct(f"{ROLLOUT}.enable_prefix_caching", "rollout.vllm.prefix_caching")),
+    direct(f"{ROLLOUT}.quantization", "rollout.engine.quantization", values={"fp8": "fp8"}),
+    _of_vllm(direct(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.engine.tensor_parallel")),
+    _of_vllm(direct(f"{ROLLOUT}.gpu_memory_utilization", "rollout.engine.gpu_memory_utilization")),
+    _of_vllm(direct(f"{ROLLOUT}.max_model_len", "rollout.engine.max_model_len")),
+    _of_vllm(direct(f"{ROLLOUT}.enforce_eager", "rollout.engine.enforce_eager")),
+    _of_vllm(direct(f"{ROLLOUT}.enable_prefix_caching", "rollout.engine.prefix_caching")),
     direct(f"{ROLLOUT}.max_num_seqs", "rollout.max_in_flight"),
     computed(
         (
@@ -645,7 +647,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     without_equal(("algorithm.use_pf_ppo", "algorithm.pf_ppo.*"), "there is no PF-PPO"),
     without_equal(f"{ACTOR}.loss_scale_factor", "seq-mean-token-sum-norm divides by rollout.max_response_tokens"),
     without_equal(
-        f"{REFERENCE}.*", "the reference computes as the actor does: actor.micro_batch_tokens, actor.offload and so on"
+        f"{REFERENCE}.*", "the reference computes as the actor does: actor.micro_batch_tokens, actor.engine and so on"
     ),
     without_equal(
         (
