@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from ratchet.flows.commands import app
+from ratchet.flows.commands.console import console
 from ratchet.infra.runs.run import open_run
 from ratchet.rlhf.errors import UserError
 from tests import tiny
@@ -36,7 +37,7 @@ class Ratchet:
 
 @pytest.fixture
 def ratchet(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], prefect_server: str) -> Ratchet:
-    monkeypatch.setattr(app.console, "_width", 160)
+    monkeypatch.setattr(console, "_width", 160)
     return Ratchet(monkeypatch, capfd)
 
 

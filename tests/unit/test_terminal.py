@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from ratchet.flows.commands import app, tables
+from ratchet.flows.commands import runs, tables
 from ratchet.flows.terminal import visible
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.errors import UserError
@@ -42,8 +42,8 @@ def test_a_files_name_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in (b"\xff.txt", b"\x1b[2J"):
         (tmp_path / "run" / os.fsdecode(name)).touch()
     written = io.StringIO()
-    monkeypatch.setattr(app, "console", Console(file=written, markup=False))
-    app.vacuum("run", store=f"file://{tmp_path}", foreign=True)
+    monkeypatch.setattr(runs, "console", Console(file=written, markup=False))
+    runs.vacuum("run", store=f"file://{tmp_path}", foreign=True)
     assert written.getvalue().splitlines()[:2] == ["\\x1b[2J", "\\udcff.txt"]
 
 
