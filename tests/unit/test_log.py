@@ -39,7 +39,6 @@ from ratchet.infra.store.records import (
     Snapshot,
     StageCommit,
     Weights,
-    sha256_of,
 )
 from ratchet.infra.store.run_store import CLOSE, RunStore
 from ratchet.rlhf.errors import UserError
@@ -418,20 +417,6 @@ def test_no_bit_of_a_record_can_change_unnoticed(bit: int, memory: Memory, objec
             RunLog(objects).read()
 
 
-def test_a_record_of_version_2_is_told_by_the_one_after_it(memory: Memory, objects: ObjectStore) -> None:
-    """It has no digest of its own."""
-    claimed(objects, claims=2)
-    for slot in range(2):
-        tree = json.loads(memory.objects[slot_key(slot)])
-        del tree["digest"]
-        previous = sha256_of(memory.objects[slot_key(slot - 1)]) if slot else ""
-        memory.objects[slot_key(slot)] = json.dumps(tree | {"schema_version": 2, "previous": previous}).encode()
-    assert RunLog(objects).read().slot == 1
-    memory.objects[slot_key(0)] += b" "
-    with pytest.raises(Corrupt, match="log record 1 does not follow record 0: the log was tampered with"):
-        RunLog(objects).read()
-
-
 @pytest.mark.parametrize("lost", range(1, 13))
 def test_a_lost_record_is_not_taken_for_the_end(lost: int, memory: Memory, objects: ObjectStore) -> None:
     """A driver would otherwise fill the hole, and delete what is committed after it."""
@@ -488,7 +473,7 @@ def test_a_record_of_another_run_does_not_fit_in(memory: Memory, objects: Object
         RunLog(objects).read()
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[]", b"{}", b'{"schema_version": 2}'])
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[]", b"{}", b'{"schema_version": 1}'])
 def test_a_record_that_cannot_be_read_is_named(data: bytes, memory: Memory, objects: ObjectStore) -> None:
     claimed(objects, claims=3)
     memory.objects[slot_key(1)] = data
