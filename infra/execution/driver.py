@@ -181,17 +181,16 @@ def _open(
 ) -> Driver:
     """Check everything that may be wrong on the user's side, then claim the run. Loads no model."""
     driver, state = _checked(config, take_over, accept_changes, check)
-    store = driver.store
+    store, outside = driver.store, driver.outside
     checked = store.state.slot
     say_what_changed(state, config)
     consent.give(config)
-    digests = {name: digest for name in dependencies.outside if (digest := driver.outside.digest(name)) is not None}
     claim(
         store,
         config,
-        initial=driver.outside.initial_weights,
+        initial=outside.initial_weights,
         ahead=config.rollout.ahead,
-        outside=digests,
+        outside={name: digest for name in dependencies.outside if (digest := outside.digest(name)) is not None},
         versions=dependencies.versions,
     )
     if store.state.slot > checked + 1:  # another driver committed more in the meantime
