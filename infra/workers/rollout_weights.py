@@ -166,8 +166,7 @@ class RolloutWeights:
         if not self._config.rollout.engine.outlives_runs or self._has_compared_server:
             rollout.load_weights(tensors, adapter_config)
             return
-        from ratchet.rlhf.models.hub_layout import hub_weights
-        from ratchet.rlhf.models.hub_layout import copy_weights
+        from ratchet.rlhf.models.hub_layout import copy_weights, hub_weights
         from ratchet.rlhf.train.torch_engine import TorchEngine
 
         # there is no actor here to compare the server's log-probs with, so load one
