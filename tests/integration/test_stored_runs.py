@@ -39,7 +39,7 @@ def test_a_stored_run_is_read(stored: Path) -> None:
     gaps = (frame["rollout_log_probs"] - frame["old_log_probs"]).map(lambda row: np.abs(row).max())
     assert gaps.max() < 1e-4, "the weights are those that generated"
     names = set(run.metrics()) - {"iteration"}
-    assert {name for name in names if not name.startswith(VALIDATION)} <= set(BY_NAME)
+    assert {name for name in map(str, names) if not name.startswith(VALIDATION)} <= set(BY_NAME)
     assert {"timing_s/gen", "timing_s/ref", "actor/reward_kl_penalty_coeff"} <= names
 
 
