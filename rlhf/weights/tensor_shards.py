@@ -51,7 +51,7 @@ class TensorShard:
         """A rectangular block.
 
         Args:
-            values: the block.
+            values: the block, contiguous: `fill` writes into its memory.
             shape: shape of the whole tensor.
             offsets: index of the block's first element in each dimension of the whole tensor.
         """
