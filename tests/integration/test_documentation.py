@@ -13,6 +13,8 @@ import runpy
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -233,6 +235,21 @@ def test_tests_that_pages_name_exist() -> None:
         for file, name in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text()):
             assert (ROOT / file).exists(), f"{page.name} names {file}"
             assert not name or re.search(rf"def {name}\b", (ROOT / file).read_text()), f"{page.name} names {name}"
+
+
+def test_a_promise_says_which_tests_keep_it() -> None:
+    """The last column of docs/reliability.md."""
+    lines = (ROOT / "docs/reliability.md").read_text().splitlines()
+    files = {line: re.findall(r"`(tests/[\w/]+\.py)", line) for line in lines if line.startswith("| ")}
+    files = {row: named for row, named in files.items() if named}
+    collect = [sys.executable, "-m", "pytest", "--collect-only", *{file for named in files.values() for file in named}]
+    tiers = {}
+    for tier, mark in (("test", "not slow"), ("slow", "slow")):
+        printed = subprocess.run([*collect, "-m", mark], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        tiers[tier] = {line.partition("::")[0] for line in printed.splitlines() if "::" in line}
+    for row, named in files.items():
+        kept_by = [tier for tier, collected in tiers.items() if collected & set(named)]
+        assert row.split(" | ")[-1] == ("both" if len(kept_by) == 2 else kept_by[0]) + " |", row
 
 
 @pytest.mark.promise

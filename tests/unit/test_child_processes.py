@@ -93,8 +93,12 @@ def test_a_group_that_is_empty_is_not_looked_for(monkeypatch: pytest.MonkeyPatch
 
 def workers() -> list[psutil.Process]:
     """Of the stand-in for vLLM."""
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if "VLLM::Worker" in process.cmdline()]
+    running = (
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE  # of another test, which nobody has waited for
+    )
+    return [process for process in running if "VLLM::Worker" in process.cmdline()]
 
 
 def is_killed(engine: VLLMRollout, worker: psutil.Process) -> None:
