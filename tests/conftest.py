@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from jaxtyping import install_import_hook
 
@@ -36,6 +37,9 @@ os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 os.environ["PREFECT_API_REQUEST_TIMEOUT"] = "200"
 os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "900"
 
+
+hypothesis.settings.register_profile("tests", deadline=None)  # which a busy machine would miss
+hypothesis.settings.load_profile("tests")
 
 LARGE_TESTS = extras.LargeTests()
 PEAK_MEMORY = pytest.StashKey[PeakMemory]()
