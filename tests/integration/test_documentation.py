@@ -230,11 +230,13 @@ def test_every_page_is_read() -> None:
 
 
 @pytest.mark.promise
-def test_tests_that_pages_name_exist() -> None:
+def test_files_that_pages_name_exist() -> None:
     for page in PAGES:
-        for file, name in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text()):
+        named = r"((?:tests|flows|tasks|infra|rlhf|benchmarks)/[\w/]+\.py)(?:::(\w+))?"
+        for file, name in re.findall(named, page.read_text()):
             assert (ROOT / file).exists(), f"{page.name} names {file}"
-            assert not name or re.search(rf"def {name}\b", (ROOT / file).read_text()), f"{page.name} names {name}"
+            defined = rf"(def|class) {name}\b"
+            assert not name or re.search(defined, (ROOT / file).read_text()), f"{page.name} names {name}"
 
 
 def test_a_promise_says_which_tests_keep_it() -> None:
