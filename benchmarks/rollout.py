@@ -254,10 +254,10 @@ def measure_seeds(root: Path, options: argparse.Namespace) -> None:
 def measure_host(root: Path, options: argparse.Namespace) -> None:
     """Print what a step costs beside the model."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    from ratchet.rlhf.rollout.vllm_process import FLUSH_S, Engine
+    from ratchet.rlhf.rollout.vllm_process import FLUSH_S, VLLM
 
     config = parts.run_config(root, "vllm", options.prompts, {"max_prompt_tokens": PROMPT}, ROLLOUT_OF_SEEDS)
-    engine = Engine(parts.vllm_options(config))
+    engine = VLLM(parts.vllm_options(config))
     core, spent = engine.llm.llm_engine.engine_core, defaultdict[str, float](float)
 
     def timed(owner: Any, name: str, part: str) -> None:

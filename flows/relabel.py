@@ -22,7 +22,7 @@ from ratchet.infra.execution.claims import run_url
 from ratchet.infra.progress import StepProgress, report
 from ratchet.infra.runs.run import open_run
 from ratchet.infra.runs.unsure_pairs import unsure_pairs
-from ratchet.infra.store.answers import Answers
+from ratchet.infra.store.answers import JudgeAnswers
 from ratchet.infra.store.log import Corrupt, RunLog
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.run_store import parquet_bytes
@@ -34,7 +34,7 @@ from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.data.labels import LABELING_CONFIG, Labels, Preferred, label_studio_tasks, read_labels
 from ratchet.rlhf.errors import UserError, counted
 from ratchet.rlhf.rewards import judge
-from ratchet.rlhf.rewards.chat import Chat
+from ratchet.rlhf.rewards.chat import ChatClient
 from ratchet.rlhf.rewards.functions import Metadata, Trajectory
 from ratchet.rlhf.schema import MESSAGES
 from ratchet.tasks.analysis.plan import fork_run, latest_point
@@ -302,14 +302,14 @@ def fork_config(round_: Relabel, iterations: int | None) -> RunConfig:
 
 async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, objects: ObjectStore) -> dict[str, Preferred]:
     """The judge's labels. It sees each pair in both orders, and contradicting itself is a tie."""
-    chat = Chat(
+    chat = ChatClient(
         asked.url,
         asked.model,
         asked.retries,
         asked.api_key_env,
         timeout_s=ANSWER_S,
         concurrency=QUESTIONS,
-        answers=_KeptAnswers(Answers(objects)),
+        answers=_KeptAnswers(JudgeAnswers(objects)),
     )
     preferred: dict[str, Preferred] = {}
 
@@ -343,7 +343,7 @@ def _pairs(url: str) -> Iterator[Iterator[tuple[Messages, str]]]:
 class _KeptAnswers:
     """Answers of the judge that are kept in the round's folder, for use on an event loop."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: JudgeAnswers) -> None:
         self._answers = answers
 
     async def get(self, digest: str) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ratchet.flows.ui.documents import Document, RunView, Trajectory, decoder, run_view, scales_of, trajectory
+from ratchet.flows.ui.documents import Document, RunView, TrajectoryDocument, decoder, run_view, scales_of, trajectory
 from ratchet.flows.ui.page import report_page
 from ratchet.infra.progress import note
 from ratchet.infra.runs.query import names
@@ -37,7 +37,7 @@ class ReportedRun(Document):
     """A run in a report, with a sample of its trajectories."""
 
     view: RunView
-    trajectories: list[Trajectory]
+    trajectories: list[TrajectoryDocument]
 
 
 class Report(Document):
@@ -101,7 +101,7 @@ def _reported(run: Run, name: str, tokens: int) -> ReportedRun:
     return ReportedRun(view=view, trajectories=trajectories)
 
 
-def _trajectories(run: Run, tokens: int, damaged: OnDamage) -> list[Trajectory]:
+def _trajectories(run: Run, tokens: int, damaged: OnDamage) -> list[TrajectoryDocument]:
     """A sample of trajectories of the newest closed iterations."""
     closed = run.state.iteration
     newest = range(max(0, closed - SAMPLED_ITERATIONS), closed)

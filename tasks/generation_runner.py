@@ -12,14 +12,14 @@ from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.replicas import Complete, Prompt, Replicas, Reports
 from ratchet.infra.store.records import Journal, Weights
 from ratchet.infra.store.run_store import JOURNAL
-from ratchet.infra.workers.calls import C, Rows, RowsCall, S, ShardKey
+from ratchet.infra.workers.calls import C, ComputedShard, RowsCall, S, ShardKey
 from ratchet.infra.workers.groups import Replica
 from ratchet.infra.workers.rollouts import Generated
 from ratchet.infra.workers.worker import WAIT_S, Worker
 from ratchet.tasks.worker_calls import on_worker
 
 
-class Generation(Generic[C, S]):
+class GenerationRunner(Generic[C, S]):
     """The shards that a stage generates; a context manager."""
 
     def __init__(self, driver: Driver, iteration: int, stage: str) -> None:
@@ -36,7 +36,7 @@ class Generation(Generic[C, S]):
         self._reports: Reports = SimpleQueue()
         self._journaled = time.monotonic()
 
-    def __enter__(self) -> Generation[C, S]:
+    def __enter__(self) -> GenerationRunner[C, S]:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -63,7 +63,7 @@ class Generation(Generic[C, S]):
         begin = partial(_begin, request)
         self.replicas.open(request.key, request.call.weights, begin, self._reports)
 
-    def next_complete(self) -> Iterator[tuple[int, Rows[S]]]:
+    def next_complete(self) -> Iterator[tuple[int, ComputedShard[S]]]:
         """Wait until a replica reports; yields the shards that are complete, written and not committed."""
         complete = self._reports.get()
         if isinstance(complete, BaseException):
@@ -72,7 +72,7 @@ class Generation(Generic[C, S]):
             return
         yield complete.key[2], self._written(complete)
 
-    def _written(self, complete: Complete) -> Rows[S]:
+    def _written(self, complete: Complete) -> ComputedShard[S]:
         """Let the replica that has most of a shard's trajectories write it."""
         key, names = complete.key, complete.names
         writer = max(names, key=lambda replica: len(names[replica]))

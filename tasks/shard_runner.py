@@ -14,11 +14,11 @@ from ratchet.infra.progress import StageProgress, note, report
 from ratchet.infra.store.clock import now
 from ratchet.infra.store.manifest import Manifest
 from ratchet.infra.store.records import Assigned, Journal, ShardCommit, StageCommit
-from ratchet.infra.workers.calls import C, Rows, RowsCall, S
+from ratchet.infra.workers.calls import C, ComputedShard, RowsCall, S
 from ratchet.infra.workers.worker import Worker
 from ratchet.tasks.failures import told
 from ratchet.tasks.fingerprints import changes_since_term, fingerprint_of
-from ratchet.tasks.generation_runner import Generation
+from ratchet.tasks.generation_runner import GenerationRunner
 from ratchet.tasks.pipeline import stages_of
 from ratchet.tasks.stage import RowsStage, Until
 from ratchet.tasks.worker_calls import Handles, call_of, on_worker
@@ -160,7 +160,7 @@ class ShardJob(Generic[C, S]):
                 rows += shard.rows
         return chosen
 
-    def commit(self, shard: int, rows: Rows[S], seconds: float) -> ShardCommit:
+    def commit(self, shard: int, rows: ComputedShard[S], seconds: float) -> ShardCommit:
         """The commit of a shard that was computed and written."""
         assert rows.shard is not None, "rank 0 answers"
         return ShardCommit(
@@ -189,7 +189,7 @@ def _generated(
     _adopt_calls(driver, stage, job.iteration)
     pending = deque(number for number in range(job.total) if number not in done)
     began = time.perf_counter()
-    with Generation[C, S](driver, job.iteration, stage.name) as generation:
+    with GenerationRunner[C, S](driver, job.iteration, stage.name) as generation:
         while until is None or not until.is_met(done):
             job.check()
             while pending and generation.has_room and (until is None or until.wants(done, len(generation.requests))):

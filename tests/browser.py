@@ -11,7 +11,7 @@ import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from ratchet.flows.ui.server import LIMITS, app
-from ratchet.infra.runs.statements import Limits
+from ratchet.infra.runs.statements import SQLLimits
 from tests import extras
 from tests.ports import free_port
 
@@ -62,7 +62,7 @@ def opened(
 
 
 @contextmanager
-def served(store: str, limits: Limits = LIMITS) -> Iterator[str]:
+def served(store: str, limits: SQLLimits = LIMITS) -> Iterator[str]:
     """The URL of the page over a store, with limits of a request."""
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app(store, limits=limits), port=port, log_level="warning"))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ratchet.infra.runs.run import Run
 
 
-class Api(StrEnum):
+class ServerApi(StrEnum):
     vllm = "vllm"
     sglang = "sglang"
     tgi = "tgi"
@@ -63,7 +63,7 @@ def evaluate(
     server: Annotated[
         str | None, typer.Option(help="URL of a server that has the model; it generates the answers")
     ] = None,
-    api: Annotated[Api, typer.Option(help="type of the server")] = Api.vllm,
+    api: Annotated[ServerApi, typer.Option(help="type of the server")] = ServerApi.vllm,
     output: Annotated[Path | None, typer.Option(help="write the trajectories to this Parquet file")] = None,
     trust_code: TrustCode = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ratchet.flows.ui.documents import CLIP, Filter, Order, Trajectories, TrajectoryLine
 from ratchet.infra.runs.sql import DataFile, FileTable, Statement, Tables
-from ratchet.infra.runs.statements import Child, StatementFailed
+from ratchet.infra.runs.statements import SQLProcess, StatementFailed
 from ratchet.infra.store.log import Corrupt, read_verified
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import ObjectRef
@@ -35,7 +35,7 @@ ORDERS: dict[Order, str] = {
 TEXTS = ("prompt", "response", "ground_truth")
 
 
-def matching(child: Child, tables: Tables, wanted: Filter) -> Trajectories:
+def matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories:
     """List the trajectories that match a filter.
 
     Args:
@@ -54,7 +54,7 @@ def matching(child: Child, tables: Tables, wanted: Filter) -> Trajectories:
     return listed.model_copy(update={"damages": damages})
 
 
-def _matching(child: Child, tables: Tables, wanted: Filter) -> Trajectories:
+def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories:
     columns = tables.columns.get("trajectories")
     if columns is None:
         return Trajectories(lines=[], matching=0, total=0, damages=[])
@@ -100,7 +100,7 @@ def _matching(child: Child, tables: Tables, wanted: Filter) -> Trajectories:
 
 
 def full_rows(
-    child: Child, tables: Tables, iteration: int, trajectory_id: str | None = None
+    child: SQLProcess, tables: Tables, iteration: int, trajectory_id: str | None = None
 ) -> tuple[pd.DataFrame, list[str]]:
     """Read trajectories of an iteration, with the columns of all stages.
 

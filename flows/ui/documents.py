@@ -123,7 +123,7 @@ class Turn(Document):
     content: str
 
 
-class Trajectory(Document):
+class TrajectoryDocument(Document):
     """One trajectory, with what its tokens are coloured by."""
 
     id: str
@@ -280,7 +280,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return values
 
 
-def trajectory(row: Row, decode: Decode | None, scales: Mapping[str, tuple[float, float]]) -> Trajectory:
+def trajectory(row: Row, decode: Decode | None, scales: Mapping[str, tuple[float, float]]) -> TrajectoryDocument:
     """Describe a trajectory.
 
     Args:
@@ -293,7 +293,7 @@ def trajectory(row: Row, decode: Decode | None, scales: Mapping[str, tuple[float
     """
     ids = tuple(int(token) for token in row["response_ids"])
     quantities = {name: [_number(x) for x in values] for name, values in quantities_of(row).items()}
-    return Trajectory(
+    return TrajectoryDocument(
         id=row["trajectory_id"],
         prompt_id=row["prompt_id"],
         iteration=int(row["iteration"]),

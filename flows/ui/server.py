@@ -29,7 +29,7 @@ from ratchet.flows.ui.documents import (
     Filter,
     Metrics,
     RunView,
-    Trajectory,
+    TrajectoryDocument,
     decoder,
     run_view,
     scales_of,
@@ -41,7 +41,7 @@ from ratchet.infra.runs.listing import RunSummary, is_driven, runs_of
 from ratchet.infra.runs.query import tables_of
 from ratchet.infra.runs.run import Run, open_run, run_names
 from ratchet.infra.runs.sql import Tables
-from ratchet.infra.runs.statements import Child, Limits, Statements
+from ratchet.infra.runs.statements import SQLLimits, SQLProcess, Statements
 from ratchet.infra.store.log import Corrupt, slot_key
 from ratchet.infra.store.records import sha256_of
 from ratchet.rlhf.errors import RatchetError, UserError
@@ -50,7 +50,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ANYWHERE = ("0.0.0.0", "::")
 NO_STORE = {"Cache-Control": "no-store"}
 SUMMARIES = TypeAdapter(list[RunSummary])
-LIMITS = Limits(seconds=30.0, memory_bytes=2**31, threads=2)
+LIMITS = SQLLimits(seconds=30.0, memory_bytes=2**31, threads=2)
 """What the statements of a request may use."""
 AT_ONCE = 4
 """Requests that may run statements at the same time."""
@@ -144,7 +144,7 @@ class Opened:
             chosen = range(last + 1) if iteration is None else [iteration]
             return tables_of(self.run, chosen, damaged), list(damages)
 
-    def trajectory(self, child: Child, iteration: int, trajectory_id: str) -> Trajectory:
+    def trajectory(self, child: SQLProcess, iteration: int, trajectory_id: str) -> TrajectoryDocument:
         """Describe a trajectory.
 
         Args:
@@ -179,7 +179,7 @@ class Opened:
 class Pages:
     """The endpoints: what the page asks about the runs of a store."""
 
-    def __init__(self, store_url: str, limits: Limits) -> None:
+    def __init__(self, store_url: str, limits: SQLLimits) -> None:
         """Serve a store.
 
         Args:
@@ -226,7 +226,7 @@ class Pages:
             [first, *_] = error.errors()
             raise UserError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
-        def matching(child: Child) -> Response:
+        def matching(child: SQLProcess) -> Response:
             tables, damages = self._open(name).tables(wanted.iteration)
             listed = browsing.matching(child, tables, wanted)
             return _document(listed.model_copy(update={"damages": [*damages, *listed.damages]}))
@@ -239,12 +239,12 @@ class Pages:
         if not iteration.isdecimal():
             raise UserError(f"iteration: {iteration!r} is no number")
 
-        def single(child: Child) -> Response:
+        def single(child: SQLProcess) -> Response:
             return _document(self._open(name).trajectory(child, int(iteration), request.query_params.get("id", "")))
 
         return await self._with_child(request, single)
 
-    async def _with_child(self, request: Request, answer: Callable[[Child], Response]) -> Response:
+    async def _with_child(self, request: Request, answer: Callable[[SQLProcess], Response]) -> Response:
         """Answer with a process that runs statements, which ends if the client leaves. Raises `Busy`."""
         if self._asking == AT_ONCE:
             raise Busy(f"{AT_ONCE} filters are running: try again in a moment")
@@ -271,7 +271,7 @@ class Pages:
             raise
 
 
-def app(store_url: str, host: str = "127.0.0.1", limits: Limits = LIMITS) -> Starlette:
+def app(store_url: str, host: str = "127.0.0.1", limits: SQLLimits = LIMITS) -> Starlette:
     """The web application.
 
     Args:
@@ -346,9 +346,9 @@ def _names_of(host: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-async def _while_there(request: Request, statements: Statements, answer: Callable[[Child], Response]) -> Response:
+async def _while_there(request: Request, statements: Statements, answer: Callable[[SQLProcess], Response]) -> Response:
     """Answer in another thread. If the client leaves, the process ends, and with it the answer."""
-    at_work: list[Child] = []
+    at_work: list[SQLProcess] = []
     has_left = False
     changing = threading.Lock()
     """Held while either changes, so that no process is killed that already works for another request."""

@@ -20,7 +20,7 @@ from ratchet.infra.execution.stopping import Stopped, Stopping
 from ratchet.infra.store.clock import born, is_same
 from ratchet.infra.store.log import TAIL, Deleted, RunLog, slot_key
 from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
-from ratchet.infra.store.records import Stored
+from ratchet.infra.store.records import StoredModel
 from ratchet.infra.store.run_store import is_written
 from ratchet.rlhf.errors import RatchetError, in_one_line
 
@@ -28,7 +28,7 @@ KEY = "log/heartbeat.json"
 INTERVAL_S = 5.0
 
 
-class Beat(Stored):
+class Beat(StoredModel):
     """The stored heartbeat: the driver's term and process, and a counter that grows with every beat."""
 
     term: int

@@ -188,7 +188,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredResponse:
     """A response, and its score."""
 
     response: str
@@ -203,9 +203,9 @@ class Flip:
     data_source: str
     prompt: str
     solved_by: Literal["A", "B"]
-    a: tuple[Answer, ...]
+    a: tuple[ScoredResponse, ...]
     """The answers of A, each paired with that of B."""
-    b: tuple[Answer, ...]
+    b: tuple[ScoredResponse, ...]
 
 
 @dataclass(frozen=True)
@@ -499,13 +499,13 @@ def _flips(runs: tuple[Run, Run], kind: Kind, iteration: int, pairs: pd.DataFram
         responses = rows.drop_duplicates([*ANSWER], keep="last")[wanted]
         pairs = pairs.merge(responses.rename(columns={"response": f"response{suffix}"}), on=[*ANSWER])
     prompts: dict[str, tuple[str, str]] = {}
-    answers: dict[str, tuple[list[Answer], list[Answer]]] = defaultdict(lambda: ([], []))
+    answers: dict[str, tuple[list[ScoredResponse], list[ScoredResponse]]] = defaultdict(lambda: ([], []))
     names = ("prompt_id", "data_source_a", "prompt_a", "response_a", "score_a", "response_b", "score_b")
     columns = (pairs[name].tolist() for name in names)
     for prompt_id, source, prompt, response_a, score_a, response_b, score_b in zip(*columns, strict=True):
         prompts[prompt_id] = source, prompt
-        answers[prompt_id][0].append(Answer(response_a, score_a))
-        answers[prompt_id][1].append(Answer(response_b, score_b))
+        answers[prompt_id][0].append(ScoredResponse(response_a, score_a))
+        answers[prompt_id][1].append(ScoredResponse(response_b, score_b))
     flips = []
     for prompt_id, (a, b) in sorted(answers.items()):
         does_a, does_b = _solves(a, solved_a), _solves(b, solved_b)
@@ -514,7 +514,7 @@ def _flips(runs: tuple[Run, Run], kind: Kind, iteration: int, pairs: pd.DataFram
     return tuple(flips)
 
 
-def _solves(answers: Sequence[Answer], solved: float) -> bool:
+def _solves(answers: Sequence[ScoredResponse], solved: float) -> bool:
     return sum(answer.score >= solved for answer in answers) >= MAJORITY * len(answers)
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from ratchet.infra.runs.run import OnDamage, Run, refuse, row_stages
 from ratchet.infra.runs.sql import DataFile, FileTable, Statement, Tables, file_schema
-from ratchet.infra.runs.statements import Limits, StatementFailed, Statements, ask_here
+from ratchet.infra.runs.statements import SQLLimits, StatementFailed, Statements, ask_here
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.object_store import LocalBackend
 from ratchet.infra.store.records import RunState, ShardRef
@@ -22,7 +22,7 @@ from ratchet.rlhf.schema import TRAJECTORY
 if TYPE_CHECKING:
     import pandas as pd
 
-LIMITS = Limits(
+LIMITS = SQLLimits(
     seconds=3600.0,
     memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4,
     threads=os.cpu_count() or 1,

@@ -31,7 +31,7 @@ Kind = Literal["refused", "syntax", "unreadable", "memory", "time", "left"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class SQLLimits:
     """What a request may use."""
 
     seconds: float
@@ -49,10 +49,10 @@ class StatementFailed(UserError):
         """`unreadable`: a data file cannot be read; `left`: the statement was ended from outside."""
 
 
-class Child:
+class SQLProcess:
     """A process that answers one request after the other."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SQLLimits) -> None:
         """Start the process, without waiting for it."""
         self._limits = limits
         self._environment = dict(os.environ)
@@ -138,7 +138,7 @@ class Child:
 class Statements:
     """Child processes for statements. One that has answered is kept for the next request. Thread-safe."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SQLLimits) -> None:
         """Starts no process.
 
         Args:
@@ -146,21 +146,21 @@ class Statements:
         """
         self._limits = limits
         self._lock = threading.Lock()
-        self._idle: Child | None = None
+        self._idle: SQLProcess | None = None
 
     def start(self) -> None:
         """Start a process, so that the first request need not wait for it."""
-        self._keep(Child(self._limits))
+        self._keep(SQLProcess(self._limits))
 
     @contextmanager
-    def child(self) -> Iterator[Child]:
+    def child(self) -> Iterator[SQLProcess]:
         """A process for the requests of a `with` statement."""
         with self._lock:
             child, self._idle = self._idle, None
         if child is not None and not child.is_fit():
             child.end()
             child = None
-        child = child or Child(self._limits)
+        child = child or SQLProcess(self._limits)
         try:
             yield child
         finally:
@@ -173,7 +173,7 @@ class Statements:
         if child is not None:
             child.end()
 
-    def _keep(self, child: Child) -> None:
+    def _keep(self, child: SQLProcess) -> None:
         with self._lock:
             if self._idle is None and child.is_fit():
                 self._idle = child
@@ -181,13 +181,13 @@ class Statements:
         child.end()
 
 
-def ask_here(limits: Limits, tables: Tables, *statements: Statement) -> list[pd.DataFrame]:
-    """Run statements in this process, as `Child.ask` does, but without limits that hold: for tables in its memory."""
+def ask_here(limits: SQLLimits, tables: Tables, *statements: Statement) -> list[pd.DataFrame]:
+    """Run statements in this process, as `SQLProcess.ask` does, without limits that hold: for tables in its memory."""
     head, *answered = answer(tables, statements, limits.memory_bytes, limits.threads)
     return _frames(json.loads(head), answered, limits)
 
 
-def _frames(head: Mapping[str, str], answered: Sequence[bytes], limits: Limits) -> list[pd.DataFrame]:
+def _frames(head: Mapping[str, str], answered: Sequence[bytes], limits: SQLLimits) -> list[pd.DataFrame]:
     """The results that a process has sent, as pandas has them, converted by DuckDB."""
     kind, message = head["kind"], head["message"]
     if kind != "answered":
@@ -196,5 +196,5 @@ def _frames(head: Mapping[str, str], answered: Sequence[bytes], limits: Limits) 
     return [connection.from_arrow(arrow_table(data)).df() for data in answered]
 
 
-def _too_large(limits: Limits) -> str:
+def _too_large(limits: SQLLimits) -> str:
     return f"it needs more than {limits.memory_bytes / 2**30:.3g} GiB of memory"

@@ -49,7 +49,7 @@ Messages = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledResponse:
     """The answer of a trajectory."""
 
     trajectory_id: str
@@ -60,7 +60,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Question:
+class SampledPrompt:
     """A prompt in an iteration of a run."""
 
     run: str
@@ -85,8 +85,8 @@ class Question:
 class Row:
     """A row of the dataset."""
 
-    question: Question
-    answers: tuple[Answer, ...]
+    question: SampledPrompt
+    answers: tuple[SampledResponse, ...]
     """One, or of a pair the preferred and the rejected one."""
     label: bool | None = None
     """Of an answer for KTO, whether it is good."""
@@ -226,14 +226,14 @@ def _min_score(run: Run, selection: Selection) -> float | None:
 
 def groups_of(
     trajectories: Iterable[Mapping[Hashable, Any]], run: str, iteration: int, left_out: LeftOut
-) -> list[tuple[Question, list[Answer]]]:
+) -> list[tuple[SampledPrompt, list[SampledResponse]]]:
     """The answers to each prompt of an iteration, in order."""
     last_branches: dict[str, Mapping[Hashable, Any]] = {}
     for trajectory in trajectories:
         name = trajectory_of(trajectory["trajectory_id"])
         left_out[Reason.BRANCH] += name in last_branches
         last_branches[name] = trajectory
-    groups: dict[tuple[str, Question], list[Answer]] = defaultdict(list)
+    groups: dict[tuple[str, SampledPrompt], list[SampledResponse]] = defaultdict(list)
     for trajectory in last_branches.values():
         if isinstance(trajectory["rollout_error"], str) or isinstance(trajectory["reward_error"], str):
             left_out[Reason.NOT_SCORED] += 1
@@ -242,8 +242,8 @@ def groups_of(
         if messages is None:
             left_out[Reason.TURNS] += 1
             continue
-        question = Question(run, iteration, trajectory["data_source"], messages, trajectory["prompt"])
-        answer = Answer(
+        question = SampledPrompt(run, iteration, trajectory["data_source"], messages, trajectory["prompt"])
+        answer = SampledResponse(
             trajectory["trajectory_id"],
             trajectory["response"],
             float(trajectory["score"]),
@@ -274,7 +274,9 @@ def _is_list(value: object) -> bool:
     return isinstance(value, (list, np.ndarray))
 
 
-def _rows(groups: Iterable[tuple[Question, list[Answer]]], selection: Selection, left_out: LeftOut) -> Iterator[Row]:
+def _rows(
+    groups: Iterable[tuple[SampledPrompt, list[SampledResponse]]], selection: Selection, left_out: LeftOut
+) -> Iterator[Row]:
     """The rows that a selection makes of groups."""
     for question, answers in groups:
         if selection.kind is Kind.kto:
@@ -300,7 +302,7 @@ def _rows(groups: Iterable[tuple[Question, list[Answer]]], selection: Selection,
 
 
 def _labelled(
-    question: Question, answers: Sequence[Answer], min_score: float | None, left_out: LeftOut
+    question: SampledPrompt, answers: Sequence[SampledResponse], min_score: float | None, left_out: LeftOut
 ) -> Iterator[Row]:
     """Each answer with its label: whether it reaches a score, or is better than the mean of its group."""
     mean = float(np.mean([answer.score for answer in answers]))

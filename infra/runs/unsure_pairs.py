@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ratchet.infra.runs.run import Run, own_answers
-from ratchet.infra.runs.training_data import COLUMNS, Answer, Question, groups_of
+from ratchet.infra.runs.training_data import COLUMNS, SampledPrompt, SampledResponse, groups_of
 from ratchet.rlhf import seeding
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.schema import MESSAGES
@@ -60,7 +60,7 @@ def unsure_pairs(run: Run, count: int, window: int | None) -> pa.Table:
         raise UserError(f"{run.store.url} has no reward.model that scores whole responses: name a run that has one")
     name, end = run.store.url.rpartition("/")[2], run.state.iteration
     columns = (*COLUMNS, "replayed_from", "model_score")
-    closest: dict[tuple[object, ...], tuple[float, Question, tuple[Answer, Answer]]] = {}
+    closest: dict[tuple[object, ...], tuple[float, SampledPrompt, tuple[SampledResponse, SampledResponse]]] = {}
     for iteration in range(0 if window is None else max(0, end - window), end):
         frame = own_answers(run.trajectories(iteration, columns))
         frame = frame.assign(score=frame["model_score"])
@@ -77,7 +77,7 @@ def unsure_pairs(run: Run, count: int, window: int | None) -> pa.Table:
     return pa.Table.from_pylist([_row(question, pair) for _, question, pair in least_certain], PAIRS)
 
 
-def _closest(answers: list[Answer]) -> tuple[Answer, Answer] | None:
+def _closest(answers: list[SampledResponse]) -> tuple[SampledResponse, SampledResponse] | None:
     """The two different answers whose scores differ least."""
     by_text = {answer.text: answer for answer in answers}
     ordered = sorted(by_text.values(), key=lambda answer: (answer.score, answer.trajectory_id))
@@ -85,7 +85,7 @@ def _closest(answers: list[Answer]) -> tuple[Answer, Answer] | None:
     return min(neighbours, key=lambda pair: pair[1].score - pair[0].score, default=None)
 
 
-def _row(question: Question, pair: tuple[Answer, Answer]) -> dict[str, Any]:
+def _row(question: SampledPrompt, pair: tuple[SampledResponse, SampledResponse]) -> dict[str, Any]:
     texts = [question.text, *sorted(answer.text for answer in pair)]
     digest = sha256(json.dumps(texts).encode()).hexdigest()[:16]
     first, second = pair if seeding.generator(0, "pair", digest).random() < 0.5 else pair[::-1]

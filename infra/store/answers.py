@@ -17,14 +17,14 @@ from ratchet.infra.store.records import Fork, sha256_of
 FOLDER = "answers/"
 
 
-class Answer(BaseModel):
+class StoredAnswer(BaseModel):
     """A stored answer."""
 
     sha256: str
     answer: str
 
 
-class Answers:
+class JudgeAnswers:
     """The answers of a run. Thread-safe."""
 
     def __init__(self, objects: ObjectStore) -> None:
@@ -68,7 +68,7 @@ class Answers:
             Corrupt: there is one, which is damaged.
             StoreUnavailable: the store does not answer.
         """
-        data = Answer(sha256=sha256_of(answer.encode()), answer=answer).model_dump_json().encode()
+        data = StoredAnswer(sha256=sha256_of(answer.encode()), answer=answer).model_dump_json().encode()
         key = key_of(digest)
         try:  # a repeated create that meets its own object reads it back below
             self._objects.retry(f"write {key}", lambda: self._objects.create(key, data))
@@ -123,7 +123,7 @@ def _read(run: ObjectStore, digest: str) -> str | None:
 
 def _parse(data: bytes) -> str:
     """Raises ValueError if the bytes are not a whole answer."""
-    stored = Answer.model_validate_json(data)
+    stored = StoredAnswer.model_validate_json(data)
     if stored.sha256 != sha256_of(stored.answer.encode()):
         raise ValueError("the answer is not the one that was written")
     return stored.answer

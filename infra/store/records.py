@@ -21,13 +21,13 @@ PAGE = 64
 """Number of closed iterations in a page of the history. Finding an iteration's index takes at most two reads."""
 
 
-class Stored(BaseModel):
+class StoredModel(BaseModel):
     """A model that is stored as JSON."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
-class Frozen(Stored):
+class Frozen(StoredModel):
     """A stored model that is immutable."""
 
     model_config = ConfigDict(frozen=True)
@@ -188,7 +188,7 @@ class OpenTerm(Frozen):
     """Number of iterations beyond the open one that its driver may generate."""
 
 
-class Ahead(Stored):
+class Ahead(StoredModel):
     """The commits of an iteration that is not open yet, all of its stage generate."""
 
     shards: dict[str, dict[int, ShardCommit]] = {}
@@ -197,7 +197,7 @@ class Ahead(Stored):
     journals: dict[str, Journal] = {}
 
 
-class RunState(Stored):
+class RunState(StoredModel):
     """The state of a run at one slot of its log. Its size stays bounded, however long the run."""
 
     schema_version: int = SCHEMA_VERSION

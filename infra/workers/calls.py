@@ -159,7 +159,7 @@ class UpdateCall(Generic[C]):
 
 
 @dataclass(frozen=True)
-class Rows(Generic[S]):
+class ComputedShard(Generic[S]):
     """A shard that was computed and written."""
 
     shard: ShardRef | None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ratchet.rlhf.train.reward_engine import RewardEngine
 
 
-class Engine(Protocol):
+class MovableEngine(Protocol):
     """Any engine: its model and optimizer can move to the device or to host memory."""
 
     def place(self, *, model: bool, optimizer: bool) -> None: ...
@@ -137,7 +137,7 @@ class Engines:
         shares = {"rollout": rollout_shares, "reference": reference_shares}
         return "actor" if "actor" in self.roles and shares.get(role) else role
 
-    def _engines(self) -> dict[str, Engine]:
+    def _engines(self) -> dict[str, MovableEngine]:
         optional = {"rollout": self._rollout, "reward": self._reward_model}
         return {**self._models, **{role: engine for role, engine in optional.items() if engine is not None}}
 

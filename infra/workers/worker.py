@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from ratchet.infra.store.answers import Answers
+from ratchet.infra.store.answers import JudgeAnswers
 from ratchet.infra.store.log import Fenced
 from ratchet.infra.store.records import ObjectRef, ShardRef, Weights
 from ratchet.infra.store.run_store import RunStore
@@ -27,9 +27,9 @@ from ratchet.infra.workers.call_log import CallLog
 from ratchet.infra.workers.calls import (
     C,
     Call,
+    ComputedShard,
     Context,
     Pending,
-    Rows,
     RowsCall,
     S,
     ShardKey,
@@ -66,7 +66,7 @@ class Worker:
         self.config = config
         self.store = store
         self.engines = Engines(config, config.roles if roles is None else roles, self._new_weights_follow)
-        self.resources = Resources(config, Answers(store.objects))
+        self.resources = Resources(config, JudgeAnswers(store.objects))
         self.term = 0
         self._held = HeldWeights(self.engines)
         self._rollout_weights = RolloutWeights(config, self.engines, self.resources, self._held)
@@ -82,12 +82,12 @@ class Worker:
         """The roles whose models this worker holds."""
         return self.engines.roles
 
-    def rows(self, requests: Sequence[RowsCall[C, S]]) -> list[Rows[S]]:
+    def rows(self, requests: Sequence[RowsCall[C, S]]) -> list[ComputedShard[S]]:
         """Compute shards of a stage and write them, without committing them; see `computed`."""
         outputs, seconds = self.computed(requests)
         is_writer = ranks.rank() == 0  # the other ranks hold the same rows
         return [
-            Rows(self._write(request, output) if is_writer else None, output.summary, seconds / len(outputs))
+            ComputedShard(self._write(request, output) if is_writer else None, output.summary, seconds / len(outputs))
             for request, output in zip(requests, outputs, strict=False)
         ]
 
@@ -228,13 +228,13 @@ class Worker:
         """The complete trajectories of a shard with these ids, for the worker that writes the shard."""
         return self.rollouts.take(key, names)
 
-    def finish(self, request: RowsCall[C, S], others: Sequence[Pending[list[Dialogue]]] = ()) -> Rows[S]:
+    def finish(self, request: RowsCall[C, S], others: Sequence[Pending[list[Dialogue]]] = ()) -> ComputedShard[S]:
         """Compute and write a shard whose trajectories are complete, without committing it. `others` are the
         trajectories that other workers have generated."""
         started = time.perf_counter()
         elsewhere = [dialogue for pending in others for dialogue in pending.result()]
         output = self._output(request, self.rollouts.finish(request.key, elsewhere))
-        return Rows(self._write(request, output), output.summary, time.perf_counter() - started)
+        return ComputedShard(self._write(request, output), output.summary, time.perf_counter() - started)
 
     def pause(self) -> None:
         """Let the rollout's requests end, so that its weights can change. With `rollout.partial` they are interrupted;

@@ -90,7 +90,7 @@ class Conversation(ABC):
         """The part that an answer of the policy is."""
 
 
-class Chat(Conversation):
+class ChatConversation(Conversation):
     """Messages, rendered by the chat template."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:

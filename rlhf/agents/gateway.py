@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from ratchet.rlhf.agents import protocol
 from ratchet.rlhf.agents.protocol import MODEL, ChatParameters, CompletionParameters, error_body, event
-from ratchet.rlhf.agents.sessions import Answer, Asked, Refused
+from ratchet.rlhf.agents.sessions import Asked, PolicyReply, Refused
 from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Caller(Protocol):
     def refuse(self, message: str, *, code: str, param: str) -> Refused:
         """The error for a call that does not fit."""
 
-    def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[Answer]:
+    def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[PolicyReply]:
         """Start to answer a call; see `Session.start`."""
 
 
@@ -154,7 +154,7 @@ class Gateway:
         wants_log_probs = bool(parameters.logprobs)
         head = protocol.head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), "chat.completion")
 
-        def whole(answers: Sequence[Answer]) -> dict[str, Any]:
+        def whole(answers: Sequence[PolicyReply]) -> dict[str, Any]:
             choices = [
                 protocol.chat_choice(index, answer, wants_log_probs, caller.policy.tokenizer)
                 for index, answer in enumerate(answers)
@@ -170,7 +170,7 @@ class Gateway:
         def text(index: int, content: str) -> dict[str, Any]:
             return {**head, "choices": [{"index": index, "delta": {"content": content}, "finish_reason": None}]}
 
-        def last(index: int, answer: Answer, told: bool) -> list[dict[str, Any]]:
+        def last(index: int, answer: PolicyReply, told: bool) -> list[dict[str, Any]]:
             deltas = protocol.chat_deltas(answer, wants_log_probs, caller.policy.tokenizer, told)
             return [{**head, "choices": [{"index": index, **delta}]} for delta in deltas]
 
@@ -190,7 +190,7 @@ class Gateway:
         head = protocol.head(f"cmpl-{secrets.token_hex(12)}", int(time.time()), "text_completion")
         asked = _choices(parameters.asked(head["id"]), parameters.n or 1)
 
-        def choice(index: int, answer: Answer) -> dict[str, Any]:
+        def choice(index: int, answer: PolicyReply) -> dict[str, Any]:
             return protocol.completion_choice(index, answer, wants_log_probs, caller.policy.tokenizer)
 
         if not parameters.stream:
@@ -201,7 +201,7 @@ class Gateway:
         def text(index: int, content: str) -> dict[str, Any]:
             return {**head, "choices": [{"index": index, "text": content, "finish_reason": None, "logprobs": None}]}
 
-        def last(index: int, answer: Answer, told: bool) -> list[dict[str, Any]]:
+        def last(index: int, answer: PolicyReply, told: bool) -> list[dict[str, Any]]:
             return [{**head, "choices": [{**choice(index, answer), "text": "" if told else answer.text}]}]
 
         stream = _Stream(caller, asked, True, None, text, last)
@@ -256,7 +256,7 @@ def _check_model(model: str) -> None:
         )
 
 
-async def _answers(request: Request, caller: Caller, asked: Sequence[Any]) -> list[Answer]:
+async def _answers(request: Request, caller: Caller, asked: Sequence[Any]) -> list[PolicyReply]:
     """Answer calls, unless the client goes away first, which forgets them."""
     tasks = [caller.start(call) for call in asked]
     leaves = asyncio.create_task(_until_gone(request))
@@ -303,7 +303,7 @@ class _Stream:
         tells: bool,
         first: Callable[[int], dict[str, Any]] | None,
         text: Callable[[int, str], dict[str, Any]],
-        last: Callable[[int, Answer, bool], list[dict[str, Any]]],
+        last: Callable[[int, PolicyReply, bool], list[dict[str, Any]]],
     ) -> None:
         """
         Args:
@@ -315,10 +315,10 @@ class _Stream:
             last: the events that end a choice; the last argument tells whether the text was sent.
         """
         self._caller, self._first, self._text, self._last, self._tells = caller, first, text, last, tells
-        self._events: asyncio.Queue[tuple[int, str | asyncio.Task[Answer]]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, str | asyncio.Task[PolicyReply]]] = asyncio.Queue()
         self._tasks = [self._begin(caller, index, call) for index, call in enumerate(asked)]
 
-    def _begin(self, caller: Caller, index: int, asked: Any) -> asyncio.Task[Answer]:
+    def _begin(self, caller: Caller, index: int, asked: Any) -> asyncio.Task[PolicyReply]:
         on_text = (lambda text: self._events.put_nowait((index, text))) if self._tells else None
         task = caller.start(asked, on_text)
         task.add_done_callback(lambda done: self._events.put_nowait((index, done)))

@@ -12,7 +12,7 @@ from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent import KEY, AgentFailed, Program
 from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.protocol import MODEL
-from ratchet.rlhf.agents.sessions import Limits, Policy, Recorded, Session
+from ratchet.rlhf.agents.sessions import Policy, Recorded, Session, SessionLimits
 from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.environments.calls import Raised, in_thread
@@ -71,7 +71,7 @@ class AgentCalls:
         """
         loop, name = asyncio.get_running_loop(), dialogue.request.trajectory_id
         fatal: asyncio.Future[None] = loop.create_future()
-        limits = Limits(self._context, policy.sampling.max_tokens, self._max_calls)
+        limits = SessionLimits(self._context, policy.sampling.max_tokens, self._max_calls)
         session = Session(dialogue, policy, limits, recorded, fatal=fatal)
         base_url, key = await self._gateway.open(session)
         running = asyncio.ensure_future(self._returned(dialogue, base_url, key))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ratchet.rlhf.agents.conversations import Chat, Completion, Conversation
-from ratchet.rlhf.agents.sessions import Answer, Asked, Refused
+from ratchet.rlhf.agents.conversations import ChatConversation, Completion, Conversation
+from ratchet.rlhf.agents.sessions import Asked, PolicyReply, Refused
 from ratchet.rlhf.rollout.engine import Sampling
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class MessageCall(_Strict):
     function: Function
 
 
-class Message(_Strict):
+class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     tool_calls: list[MessageCall] | None = None
@@ -122,7 +122,7 @@ class Parameters(_Strict):
 class ChatParameters(Parameters):
     """A call of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     tools: list[ToolSchema] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -131,7 +131,7 @@ class ChatParameters(Parameters):
     def asked(self, call_id: str) -> Asked:
         """The call. `tool_choice` `required`, or a function, does not force the policy's tokens."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
-        conversation = Chat([message.model_dump(exclude_none=True) for message in self.messages], tools)
+        conversation = ChatConversation([message.model_dump(exclude_none=True) for message in self.messages], tools)
         names = tuple(tool.function.name for tool in self.tools or [])
         if isinstance(self.tool_choice, NamedTool):
             names = (self.tool_choice.function.name,)
@@ -178,7 +178,7 @@ def error_body(refused: Refused) -> dict[str, Any]:
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, int]:
+def usage(answers: Sequence[PolicyReply]) -> dict[str, int]:
     """Numbers of tokens."""
     prompt, completion = answers[0].prompt_tokens, sum(len(answer.ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -189,12 +189,12 @@ def head(identity: str, created: int, kind: str) -> dict[str, Any]:
     return {"id": identity, "object": kind, "created": created, "model": MODEL}
 
 
-def finish_reason(answer: Answer) -> str:
+def finish_reason(answer: PolicyReply) -> str:
     """Why an answer ended, in OpenAI's terms."""
     return "tool_calls" if answer.calls else answer.finish_reason
 
 
-def chat_choice(index: int, answer: Answer, wanted: bool, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def chat_choice(index: int, answer: PolicyReply, wanted: bool, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """One choice of an answer to ``/v1/chat/completions``."""
     return {
         "index": index,
@@ -204,7 +204,7 @@ def chat_choice(index: int, answer: Answer, wanted: bool, tokenizer: PreTrainedT
     }
 
 
-def chat_log_probs(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def chat_log_probs(answer: PolicyReply, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The log-prob of each token, at the run's temperature."""
     content = []
     for token, log_prob in zip(answer.ids, answer.log_probs, strict=True):
@@ -213,7 +213,9 @@ def chat_log_probs(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> dict[s
     return {"content": content, "refusal": None}
 
 
-def completion_choice(index: int, answer: Answer, wanted: bool, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def completion_choice(
+    index: int, answer: PolicyReply, wanted: bool, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """One choice of an answer to ``/v1/completions``."""
     log_probs = None
     if wanted:
@@ -224,7 +226,7 @@ def completion_choice(index: int, answer: Answer, wanted: bool, tokenizer: PreTr
     return {"index": index, "text": answer.text, "finish_reason": answer.finish_reason, "logprobs": log_probs}
 
 
-def chat_deltas(answer: Answer, wanted: bool, tokenizer: PreTrainedTokenizerBase, told: bool) -> Iterator[Any]:
+def chat_deltas(answer: PolicyReply, wanted: bool, tokenizer: PreTrainedTokenizerBase, told: bool) -> Iterator[Any]:
     """The last deltas of a stream: the content, unless it was `told`, the tool calls, and the reason why it ended."""
     if answer.text and not told:
         yield {"delta": {"content": answer.text}, "finish_reason": None}

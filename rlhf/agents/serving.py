@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf.agents.gateway import Gateway
-from ratchet.rlhf.agents.sessions import Answer, Asked, Limits, Policy, Recorded, Refused, Session
+from ratchet.rlhf.agents.sessions import Asked, Policy, PolicyReply, Recorded, Refused, Session, SessionLimits
 from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.environments.dialogues import Dialogue
 from ratchet.rlhf.rollout.engine import Request
@@ -44,7 +44,7 @@ class Served:
         """
         self._name, self._gateway, self._key, self._context = name, gateway, key, context
         self._listening = listening
-        self._limits = Limits(context=context, response=context, calls=MOST_CALLS)
+        self._limits = SessionLimits(context=context, response=context, calls=MOST_CALLS)
         self._sessions: OrderedDict[Session, _Size] = OrderedDict()
         """The conversations, the one that was called last at the end."""
         self._tokens = 0
@@ -73,7 +73,7 @@ class Served:
         """The error for a call that does not fit."""
         return Refused(message, code=code, param=param)
 
-    def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[Answer]:
+    def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[PolicyReply]:
         """Start to answer a call, in the conversation that it continues; see `Session.start`."""
         session = self._continued(asked)
         if session is None:
@@ -92,7 +92,7 @@ class Served:
         known = (self._by_history.get(digest) for digest in reversed(digests))
         return next((session for session in known if session is not None), None)
 
-    def _remember(self, session: Session, asked: Asked, done: asyncio.Task[Answer]) -> None:
+    def _remember(self, session: Session, asked: Asked, done: asyncio.Task[PolicyReply]) -> None:
         """Let later calls continue an answer, and forget the oldest conversations if there are too many."""
         size = self._sessions[session]
         if not done.cancelled() and done.exception() is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ratchet.rlhf.agents.conversations import Branch, CannotRender, Continuation, Conversation
 from ratchet.rlhf.data.prompts import BYTES_A_TOKEN
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.environments.dialogues import Call, Dialogue
+from ratchet.rlhf.environments.dialogues import AgentCall, Dialogue
 from ratchet.rlhf.environments.tools import MalformedCall, ToolCall, tool_calls
 from ratchet.rlhf.rollout.engine import Chunk, Sampling
 from ratchet.rlhf.schema import branch_id
@@ -47,7 +47,7 @@ class Recorded:
     finish_reason: str
     """stop, or length."""
     asked: str
-    """What the call added to its branch, as JSON; see `Call.asked`."""
+    """What the call added to its branch, as JSON; see `AgentCall.asked`."""
     answer: str
     """The message of the assistant, as JSON."""
     started: float
@@ -72,7 +72,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SessionLimits:
     """What bounds the calls of a trajectory."""
 
     context: int
@@ -97,7 +97,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PolicyReply:
     """The policy's answer to a call."""
 
     text: str
@@ -137,7 +137,7 @@ class Session:
     dialogue: Dialogue
     """The trajectory; it has branches when the program has returned."""
     policy: Policy
-    limits: Limits
+    limits: SessionLimits
     recorded: Iterable[Recorded]
     """Answers of an earlier process, which are given again to the same questions."""
     on_idle: Callable[[bool], None] = lambda idle: None
@@ -153,7 +153,7 @@ class Session:
     def __post_init__(self) -> None:
         self.branches: dict[int, Branch] = {}
         self._calls = 0
-        self._tasks: set[asyncio.Task[Answer]] = set()
+        self._tasks: set[asyncio.Task[PolicyReply]] = set()
         self._known: dict[str, deque[Recorded]] = defaultdict(deque)
         for answer in self.recorded:
             self._known[answer.digest].append(answer)
@@ -168,7 +168,7 @@ class Session:
         self.error = self.error or message
         return Refused(message, **details)
 
-    def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[Answer]:
+    def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[PolicyReply]:
         """Start to answer a call.
 
         Args:
@@ -184,7 +184,7 @@ class Session:
         task.add_done_callback(self._done)
         return task
 
-    def _done(self, task: asyncio.Task[Answer]) -> None:
+    def _done(self, task: asyncio.Task[PolicyReply]) -> None:
         self._tasks.discard(task)
         if not self._tasks:
             self.on_idle(True)
@@ -200,7 +200,7 @@ class Session:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, asked: Asked, on_text: Callable[[str], None] | None) -> Answer:
+    async def _answer(self, asked: Asked, on_text: Callable[[str], None] | None) -> PolicyReply:
         if self.is_over:
             raise Refused("the trajectory has ended: its program has returned", code="trajectory_ended")
         if self._calls >= self.limits.calls:
@@ -268,7 +268,7 @@ class Session:
         branch.history = [*history, asked.conversation.answer_part(answer.message)]
         branch.after.append(len(branch.history))
         dialogue.calls.append(
-            Call(
+            AgentCall(
                 asked=recorded.asked,
                 answer=recorded.answer,
                 start=start,
@@ -336,7 +336,7 @@ class Session:
 
     def _read(
         self, dialogue: Dialogue, start: int, asked: Asked, reason: str, prompt_tokens: int, digest: str
-    ) -> Answer:
+    ) -> PolicyReply:
         """Read the answer that begins at `start`: its text, and the calls of tools in it."""
         ids = dialogue.ids[start:]
         text = self._text(ids, (*self.policy.sampling.stop, *asked.stop))
@@ -363,7 +363,7 @@ class Session:
                 ],
             }
             text = content
-        return Answer(
+        return PolicyReply(
             text=text,
             calls=tuple(calls),
             finish_reason=reason,

@@ -44,7 +44,7 @@ OBJECTS = ("reward_model", "extra_info")
 """Columns whose cells in a CSV file are objects, as JSON."""
 
 
-class Rows(Protocol):
+class RowReader(Protocol):
     """The rows of a file. Reading them raises `UserError` if the file or a row is malformed."""
 
     def __len__(self) -> int: ...
@@ -54,7 +54,7 @@ class Rows(Protocol):
     def __iter__(self) -> Iterator[Row]: ...
 
 
-def open_rows(url: str) -> Rows:
+def open_rows(url: str) -> RowReader:
     """Index the rows of a file.
 
     Args:

@@ -39,7 +39,7 @@ CALLS = 'a list of {"function": {"name": ..., "arguments": {...}}}'
 """What `tool_calls` should be, for errors."""
 
 
-class Question(NamedTuple):
+class PromptRow(NamedTuple):
     """The prompt of a row."""
 
     messages: Messages
@@ -51,7 +51,7 @@ class Question(NamedTuple):
     """The columns that are neither the prompt nor of verl's layout."""
 
 
-def question_of(row: Mapping[str, Any], where: str) -> Question:
+def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
     """Find the prompt of a row.
 
     Args:
@@ -82,7 +82,7 @@ def question_of(row: Mapping[str, Any], where: str) -> Question:
     if not any(text_of(message).strip() for message in messages):
         raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
     others = {name: value for name, value in row.items() if name not in (column, *LAYOUT)}
-    return Question(messages, isinstance(row[column], str), answer, others)
+    return PromptRow(messages, isinstance(row[column], str), answer, others)
 
 
 def _answer(message: Message) -> str | list[dict[str, Any]]:

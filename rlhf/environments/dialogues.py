@@ -45,7 +45,7 @@ CALL_ID = "000000000"
 
 
 @dataclass(frozen=True)
-class Call:
+class AgentCall:
     """A call of an agent, which the policy has answered."""
 
     asked: str
@@ -99,7 +99,7 @@ class Dialogue:
     """The error of the environment that ended the dialogue."""
     tool_error: str | None = None
     """The first error in it that did not end the dialogue, such as that of a tool."""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AgentCall] = field(default_factory=list)
     """The calls of an agent, one per turn."""
     branches: list[Dialogue] = field(default_factory=list)
     """The conversations of an agent's trajectory, which itself has no tokens."""

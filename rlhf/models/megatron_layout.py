@@ -110,7 +110,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """A rectangle of a tensor of transformers, whose elements are contiguous in a rank's flattened parameter."""
 
     hub: str
@@ -135,7 +135,7 @@ class Block:
 
 def local_layout(
     config: PreTrainedConfig, shapes: Shapes, place: Place, *, fused: bool = False
-) -> dict[str, tuple[Block, ...]]:
+) -> dict[str, tuple[TensorBlock, ...]]:
     """Describe what a rank's parameters consist of.
 
     Args:
@@ -151,7 +151,7 @@ def local_layout(
         UserError: the model has a tensor that Megatron has no place for.
     """
     known: set[str] = set()
-    layout: dict[str, tuple[Block, ...]] = {}
+    layout: dict[str, tuple[TensorBlock, ...]] = {}
     per_stage = config.num_hidden_layers // place.stages
     rows: list[tuple[bool, Cut, str, tuple[str, ...]]] = []
     rows += [(place.is_first_stage, *row) for row in FIRST]
@@ -171,7 +171,7 @@ def local_layout(
                 for number in range(count // place.experts):
                     offset = place.expert * (count // place.experts) + number
                     is_split = place.experts > 1  # otherwise all have all experts
-                    block = Block(
+                    block = TensorBlock(
                         hub[0],
                         whole=(count, *shape),
                         offsets=(offset, 0, 0),
@@ -192,8 +192,8 @@ def local_layout(
 
 def _blocks(
     config: PreTrainedConfig, shapes: Shapes, place: Place, cut: Cut, hub: Sequence[str], *, is_copy: bool = False
-) -> tuple[Block, ...]:
-    blocks: list[Block] = []
+) -> tuple[TensorBlock, ...]:
+    blocks: list[TensorBlock] = []
 
     def add(name: str, dim: int, first: int, size: int) -> None:
         whole = shapes[name]
@@ -201,7 +201,7 @@ def _blocks(
         offsets[dim], shape[dim] = first, size
         start = blocks[-1].end if blocks else 0
         is_first = not is_copy and (cut != "whole" or place.tensor == 0)
-        blocks.append(Block(name, whole, tuple(offsets), tuple(shape), start, cut != "whole", is_first))
+        blocks.append(TensorBlock(name, whole, tuple(offsets), tuple(shape), start, cut != "whole", is_first))
 
     if cut == "groups":
         groups = config.num_key_value_heads
@@ -218,7 +218,9 @@ def _blocks(
     return tuple(blocks)
 
 
-def parts_between(values: Tensor, first: int, blocks: Sequence[Block]) -> Iterator[tuple[Block, TensorShard]]:
+def parts_between(
+    values: Tensor, first: int, blocks: Sequence[TensorBlock]
+) -> Iterator[tuple[TensorBlock, TensorShard]]:
     """Yield the positions of some elements of a flattened parameter in their tensors on the hub.
 
     Args:

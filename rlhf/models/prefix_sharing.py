@@ -29,7 +29,7 @@ NAME = "ratchet_prefix_sharing"
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Pieces of similar length, which attention computes together; indices are those of the concatenated tokens."""
 
     queries: Int[Tensor, "pieces query"]
@@ -40,17 +40,17 @@ class Block:
     """Whether a query attends to a key; the first dimension is 1 if all pieces have the same mask. None: the keys are
     the queries, and attention is causal."""
 
-    def to(self, device: torch.device) -> Block:
+    def to(self, device: torch.device) -> AttentionBlock:
         """Return the block on a device."""
         visible = None if self.visible is None else self.visible.to(device)
-        return Block(self.queries.to(device), self.keys.to(device), visible)
+        return AttentionBlock(self.queries.to(device), self.keys.to(device), visible)
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
     """How the concatenated tokens attend to each other."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
     order: Int[Tensor, " tokens"]
     """For each token, its index in the flattened queries of all blocks, one after the other."""
 
@@ -68,13 +68,13 @@ class SharedPrompts:
         """
         starts = np.cumsum(prompts) - prompts
         response_starts = prompts.sum() + np.cumsum(responses) - responses
-        blocks: list[Block] = []
+        blocks: list[AttentionBlock] = []
         order = np.zeros(prompts.sum() + responses.sum(), dtype=np.int64)
 
         def add(queries: np.ndarray, real: np.ndarray, keys: np.ndarray, visible: np.ndarray | None) -> None:
             order[queries[real]] = sum(block.queries.numel() for block in blocks) + np.flatnonzero(real)
             mask = None if visible is None else torch.from_numpy(visible[:, None])
-            blocks.append(Block(torch.from_numpy(queries), torch.from_numpy(keys), mask))
+            blocks.append(AttentionBlock(torch.from_numpy(queries), torch.from_numpy(keys), mask))
 
         for pieces in _similar(prompts):
             queries, real = _indices(starts[pieces], prompts[pieces])
@@ -211,7 +211,7 @@ def _attend_by_blocks(
     """[tokens, heads, dim] -> [tokens, heads, dim]"""
     groups = query.shape[1] // key.shape[1]
 
-    def attend(block: Block) -> Tensor:
+    def attend(block: AttentionBlock) -> Tensor:
         keys, values = _pieces(key, block.keys), _pieces(value, block.keys)
         repeats = groups > 1 and block.visible is not None and key.is_cuda  # no fast kernel takes a mask and groups
         if repeats:

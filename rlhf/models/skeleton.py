@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ratchet.rlhf.weights.stored_state import Stored
+    from ratchet.rlhf.weights.stored_state import RangeReader
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Skeleton:
 
     model: PreTrainedModel
     """Its parameters are on the meta device; buffers that are not stored, such as rotary frequencies, are real."""
-    sources: Mapping[str, Stored]
+    sources: Mapping[str, RangeReader]
     """Where each parameter and stored buffer is read from, by name. Empty: the model has its weights already."""
 
     @classmethod
@@ -48,7 +48,9 @@ class Skeleton:
         own sources."""
         if self.sources:
             return self
-        held: dict[str, Stored] = {name: Held(parameter.detach()) for name, parameter in self.model.named_parameters()}
+        held: dict[str, RangeReader] = {
+            name: Held(parameter.detach()) for name, parameter in self.model.named_parameters()
+        }
         _replace(self.model, lambda old: old.detach().to("meta"))
         return Skeleton(self.model, held)
 
@@ -155,7 +157,7 @@ def folder_state(folder: Path) -> StoredState:
         raise Unreadable(f"it has weights of type {error.args[0]}") from None
 
 
-def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[str, Stored]:
+def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[str, RangeReader]:
     """Find the stored tensor of each parameter and buffer. Names in files are changed as transformers changes them.
 
     Args:
@@ -175,7 +177,7 @@ def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[
     renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
     converters = [change for change in mapping if isinstance(change, WeightConverter)]
     state = model.state_dict()
-    found: dict[str, Stored] = {}
+    found: dict[str, RangeReader] = {}
     converted: set[str] = set()
     for key in sorted(stored, key=dot_natural_key):
         name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
@@ -192,14 +194,14 @@ def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[
     return found
 
 
-def _joined(model: PreTrainedModel, stored: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, Stored]:
+def _joined(model: PreTrainedModel, stored: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, RangeReader]:
     """Find the stored tensors of which parameters consist, such as the matrices of experts."""
     try:
         layout = hub_layout(model)
     except UserError as error:
         raise Unreadable(str(error)) from None
     state = model.state_dict()
-    joined: dict[str, Stored] = {}
+    joined: dict[str, RangeReader] = {}
     for name in names:
         keys = [tensor.name for tensor in layout[name]]
         if not stored.keys() >= set(keys):
@@ -208,7 +210,7 @@ def _joined(model: PreTrainedModel, stored: Mapping[str, StoredTensor], names: I
     return joined
 
 
-def _settle_ties(model: PreTrainedModel, found: dict[str, Stored]) -> None:
+def _settle_ties(model: PreTrainedModel, found: dict[str, RangeReader]) -> None:
     """Leave one name of each tied parameter in `found`. If both are stored, and differ, the model unties them."""
     first_names: dict[torch.nn.Parameter, str] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -227,7 +229,7 @@ def _settle_ties(model: PreTrainedModel, found: dict[str, Stored]) -> None:
                 model.all_tied_weights_keys.pop(tied, None)
 
 
-def _equal(first: Stored, second: Stored, at_once: int = 2**22) -> bool:
+def _equal(first: RangeReader, second: RangeReader, at_once: int = 2**22) -> bool:
     if first.shape != second.shape:
         return False
     count = torch.Size(first.shape).numel()
@@ -252,7 +254,7 @@ def extended(
     # one element, repeated: new parameters get the device and type of those that are there
     _replace(model, lambda old: torch.zeros((), dtype=old.dtype).expand(old.shape))
     extend(model)
-    complete: dict[str, Stored] = {
+    complete: dict[str, RangeReader] = {
         name: skeleton.sources[name] for name, _ in model.named_buffers() if name in skeleton.sources
     }
     for name, parameter in model.named_parameters():

@@ -27,7 +27,7 @@ BUSY = (408, 409, 425, 429)
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 
 
-class Answers(Protocol):
+class AnswerCache(Protocol):
     """Answers that are kept, by the digest of the question."""
 
     async def get(self, digest: str) -> str | None:
@@ -46,7 +46,7 @@ class _AskAgain(RewardFailed):
         """Seconds to wait first; None: longer each time."""
 
 
-class Chat:
+class ChatClient:
     """A model on a server that speaks OpenAI's protocol. Used on one event loop."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Chat:
         *,
         timeout_s: float,
         concurrency: int,
-        answers: Answers,
+        answers: AnswerCache,
     ) -> None:
         """Connects when something is asked.
 

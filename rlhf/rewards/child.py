@@ -88,11 +88,11 @@ def _load(name: str, options: Mapping[str, Any], task: Mapping[str, Any], answer
     function = load_reward(name)
     if name != JUDGE:
         return Reward(name, function, options)
-    from ratchet.rlhf.rewards.chat import Chat  # imported here: other rewards start faster without it
+    from ratchet.rlhf.rewards.chat import ChatClient  # imported here: other rewards start faster without it
 
     how = {name: options[name] for name in ("mode", "rubric")}
     server = {name: value for name, value in options.items() if name not in how}
-    chat = Chat(**server, timeout_s=task["timeout_s"], concurrency=task["concurrency"], answers=answers)
+    chat = ChatClient(**server, timeout_s=task["timeout_s"], concurrency=task["concurrency"], answers=answers)
     return Reward(name, function, {**how, "chat": chat})
 
 

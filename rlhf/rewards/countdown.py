@@ -44,7 +44,7 @@ class Malformed(ValueError):
     """The text is not an answer of the grammar, or exceeds its bounds."""
 
 
-class Answer(NamedTuple):
+class ParsedAnswer(NamedTuple):
     """An expression in postfix order, and the value that its `=` tail claims."""
 
     postfix: tuple[int | str, ...]
@@ -80,14 +80,14 @@ def last_answer(text: str) -> str:
     return text[start : text.find(CLOSE, start)]
 
 
-def parse(text: str) -> Answer:
+def parse(text: str) -> ParsedAnswer:
     """Parse the content of an answer; raises Malformed."""
     if len(text) > MAX_LENGTH:
         raise Malformed(f"longer than {MAX_LENGTH} characters")
     return _Parser(text).answer()
 
 
-def evaluate(answer: Answer) -> Fraction:
+def evaluate(answer: ParsedAnswer) -> Fraction:
     """The exact value of a parsed expression; raises ZeroDivisionError."""
     stack: list[Fraction] = []
     for item in answer.postfix:
@@ -113,7 +113,7 @@ class _Parser:
         """Consume the next token if it is one of `choices`, else return the empty string."""
         return self.tokens.pop() if self.tokens and self.tokens[-1] in choices else ""
 
-    def answer(self) -> Answer:
+    def answer(self) -> ParsedAnswer:
         self.sum()
         claim = None
         if self.take("="):
@@ -121,7 +121,7 @@ class _Parser:
             claim = -self.integer() if negative else self.integer()
         if self.tokens:
             raise Malformed(f"unexpected {self.tokens[-1]!r}")
-        return Answer(tuple(self.postfix), claim)
+        return ParsedAnswer(tuple(self.postfix), claim)
 
     def sum(self) -> None:
         negative = self.take("+-") == "-"
@@ -157,7 +157,7 @@ class _Parser:
         return int(token)
 
 
-def _is_correct(answer: Answer, target: int, numbers: Sequence[int]) -> bool:
+def _is_correct(answer: ParsedAnswer, target: int, numbers: Sequence[int]) -> bool:
     if answer.numbers != sorted(numbers):
         return False
     try:

@@ -14,7 +14,7 @@ from itertools import permutations
 from typing import Any, Literal
 
 from ratchet.rlhf.data.formats import Messages, text_of
-from ratchet.rlhf.rewards.chat import Chat
+from ratchet.rlhf.rewards.chat import ChatClient
 from ratchet.rlhf.rewards.functions import Trajectory
 
 MATERIAL = """
@@ -40,7 +40,7 @@ RANKING_FORM = '{"scores": [{"answer": 1, "reason": "one sentence", "score": 0.0
 
 
 async def compute_scores(
-    group: Sequence[Trajectory], chat: Chat, mode: Literal["rubric", "pairwise", "ranking"], rubric: str
+    group: Sequence[Trajectory], chat: ChatClient, mode: Literal["rubric", "pairwise", "ranking"], rubric: str
 ) -> list[float] | list[float | BaseException]:
     """Score the responses to a prompt.
 
@@ -70,13 +70,13 @@ async def compute_scores(
     return [won / (2 * (len(group) - 1)) for won in wins]
 
 
-async def compare(first: Trajectory, second: Trajectory, chat: Chat, rubric: str) -> float:
+async def compare(first: Trajectory, second: Trajectory, chat: ChatClient, rubric: str) -> float:
     """Compare two responses to a prompt in both orders; returns the share that the first wins, a tie being half."""
     as_first, as_second = await _all((_compare(first, second, chat, rubric), _compare(second, first, chat, rubric)))
     return (as_first + 1 - as_second) / 2
 
 
-async def _compare(first: Trajectory, second: Trajectory, chat: Chat, rubric: str) -> float:
+async def _compare(first: Trajectory, second: Trajectory, chat: ChatClient, rubric: str) -> float:
     """What the first of two responses gets, in this order."""
     return await chat.ask(_messages(PAIRWISE, PAIRWISE_FORM, rubric, {"answer A": first, "answer B": second}), _share)
 

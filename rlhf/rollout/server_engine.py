@@ -41,7 +41,7 @@ STREAM_INTERVAL = 16
 TRIES = 5
 
 
-class Api(Protocol):
+class GenerationApi(Protocol):
     """The HTTP interface of one kind of server."""
 
     def stream(
@@ -88,7 +88,7 @@ class VLLMApi:
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate one response; see `Api.stream`."""
+        """Generate one response; see `GenerationApi.stream`."""
         if ask.url not in self.models:
             self.models[ask.url] = (await ask("/v1/models"))["data"][0]["id"]
         body = {
@@ -124,7 +124,7 @@ class VLLMApi:
                 yield Chunk(tuple(choice["token_ids"]), tuple(log_probs), reason)
 
     async def load(self, ask: Ask, folder: Path) -> None:
-        """Load the weights in a folder; see `Api.load`."""
+        """Load the weights in a folder; see `GenerationApi.load`."""
         try:
             await ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             await ask("/reset_prefix_cache", {})
@@ -149,7 +149,7 @@ class SGLangApi:
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate one response; see `Api.stream`."""
+        """Generate one response; see `GenerationApi.stream`."""
         await self._check(ask, sampling, seed)
         limit = limit_of(request, sampling)
         body = {
@@ -218,7 +218,7 @@ class SGLangApi:
             )
 
     async def load(self, ask: Ask, folder: Path) -> None:
-        """Load the weights in a folder; see `Api.load`."""
+        """Load the weights in a folder; see `GenerationApi.load`."""
         try:
             # a request that was cancelled runs on for seconds, and nothing is flushed while one runs
             body = {"model_path": str(folder), "abort_all_requests": True, "flush_cache": False}
@@ -246,7 +246,7 @@ class TGIApi:
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate one response, in one chunk; see `Api.stream`."""
+        """Generate one response, in one chunk; see `GenerationApi.stream`."""
         assert self.tokenizer is not None, "prompts are sent as text"
         parameters: dict[str, Any] = {
             "max_new_tokens": limit_of(request, sampling),
@@ -275,7 +275,7 @@ class TGIApi:
         raise UserError(f"{ask.url} (rollout.engine.api tgi) cannot load new weights: use it for evaluation only")
 
 
-APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], Api]] = {
+APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], GenerationApi]] = {
     "vllm": lambda _: VLLMApi(),
     "sglang": lambda _: SGLangApi(),
     "tgi": TGIApi,

@@ -36,7 +36,7 @@ from ratchet.rlhf.distributed import determinism
 from ratchet.rlhf.errors import EngineLost, UserError, in_one_line
 from ratchet.rlhf.rollout import device_memory
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
-from ratchet.rlhf.rollout.vllm_process import Engine, NewTokens, Submission
+from ratchet.rlhf.rollout.vllm_process import VLLM, NewTokens, Submission
 from ratchet.rlhf.weights.buckets import DeviceMemory, Packed, SharedMemory, send
 from ratchet.rlhf.weights.weight_files import write_weights
 
@@ -68,7 +68,7 @@ def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str
     return kept
 
 
-class Child:
+class VLLMProcess:
     """The process that runs vLLM, and the requests that it works on."""
 
     def __init__(self, scratch: Path, options: dict[str, Any], environment: dict[str, str], timeout_s: float) -> None:
@@ -133,7 +133,7 @@ class Child:
         with self._sending, suppress(OSError):
             self._pipe.send(message)
 
-    def call(self, method: Callable[Concatenate[Engine, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+    def call(self, method: Callable[Concatenate[VLLM, P], R], *arguments: P.args, **named: P.kwargs) -> R:
         """Call a method in the process, and return its result. Raises `EngineLost`."""
         assert not named, "arguments are sent by position"
         with self._calling:
@@ -271,7 +271,7 @@ class VLLMRollout(RolloutEngine):
         self.transfers_on_device = on_gpu and tensor_parallel == 1
         self._asleep: set[str] = set()
         """What is not in the device's memory, by vLLM's tags."""
-        self._child: Child | None = None
+        self._child: VLLMProcess | None = None
         self._has_started = False
         self._starting = threading.Lock()
         self._numbers = itertools.count()
@@ -332,25 +332,25 @@ class VLLMRollout(RolloutEngine):
         self._wake("weights")  # the cache follows when it is needed: weights on their way take memory, too
         if adapter_config is not None:
             return self._load_adapter(child, weights, adapter_config)
-        child.call(Engine.begin_update)
+        child.call(VLLM.begin_update)
         if self.transfers_on_device:
             with closing(DeviceMemory()) as memory:
                 sent = send(weights, self.dtype, [memory], partial(_deliver_on_device, child))
-                child.call(Engine.finish_update)  # lets go of the memory, which can then be freed
+                child.call(VLLM.finish_update)  # lets go of the memory, which can then be freed
         else:
             with closing(SharedMemory()) as first, closing(SharedMemory()) as second:
                 sent = send(weights, self.dtype, [first, second], partial(_deliver, child))
-            child.call(Engine.finish_update)
+            child.call(VLLM.finish_update)
         return sent
 
-    def _load_adapter(self, child: Child, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes) -> int:
+    def _load_adapter(self, child: VLLMProcess, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes) -> int:
         self._loads += 1
         folder = self.scratch / str(self._loads)
         folder.mkdir()
         sent = write_weights(weights, folder, "adapter_model")
         (folder / "adapter_config.json").write_bytes(adapter_config)
         self._adapter, old = (self._loads, folder), self._adapter
-        child.call(Engine.forget_adapter, None if old is None else old[0])
+        child.call(VLLM.forget_adapter, None if old is None else old[0])
         if old is not None:
             shutil.rmtree(old[1])
         return sent
@@ -375,14 +375,14 @@ class VLLMRollout(RolloutEngine):
             level: vLLM's level: 1 keeps the weights in host memory, 2 loses them.
         """
         if self._child is not None and self._child.lost is None and "weights" not in self._asleep:
-            self._child.call(Engine.sleep, level)
+            self._child.call(VLLM.sleep, level)
             self._asleep = set(MEMORY)
 
     def _wake(self, *tags: str) -> None:
         """Bring back what is asleep of the memory with these tags."""
         asleep = [tag for tag in tags if tag in self._asleep]
         if self._child is not None and self._child.lost is None and asleep:
-            self._child.call(Engine.wake, asleep)
+            self._child.call(VLLM.wake, asleep)
             self._asleep -= set(asleep)
 
     def close(self) -> None:
@@ -408,7 +408,7 @@ class VLLMRollout(RolloutEngine):
             "skip_special_tokens": False,
         }
 
-    def _running(self) -> Child:
+    def _running(self) -> VLLMProcess:
         """The process; it is started if there is none. Raises `EngineLost` if the last one was lost unnoticed."""
         with self._starting:
             if self._child is not None and self._child.lost is not None:
@@ -428,7 +428,7 @@ class VLLMRollout(RolloutEngine):
                 self._asleep, self._has_started = set(), True
                 # what requests without a seed draw from; the same noise after a restart would repeat earlier draws
                 options = {**self.options, "seed": secrets.randbits(32)}
-                self._child = Child(self.scratch, options, self.environment(), self.timeout_s)
+                self._child = VLLMProcess(self.scratch, options, self.environment(), self.timeout_s)
             return self._child
 
     def environment(self) -> dict[str, str]:
@@ -457,12 +457,12 @@ class VLLMRollout(RolloutEngine):
             self._child = None
 
 
-def _deliver(child: Child, packed: Packed, memory: SharedMemory) -> None:
+def _deliver(child: VLLMProcess, packed: Packed, memory: SharedMemory) -> None:
     bucket = {"path": memory.path, "nbytes": packed.nbytes, "packed": packed.as_json()}
-    child.call(Engine.update, bucket)
+    child.call(VLLM.update, bucket)
 
 
-def _deliver_on_device(child: Child, packed: Packed, memory: DeviceMemory) -> None:
+def _deliver_on_device(child: VLLMProcess, packed: Packed, memory: DeviceMemory) -> None:
     """Deliver a bucket to vLLM's backend `ipc`."""
     torch.cuda.synchronize()
     bucket = {
@@ -472,4 +472,4 @@ def _deliver_on_device(child: Child, packed: Packed, memory: DeviceMemory) -> No
         "tensor_sizes": list(packed.sizes),
         "ipc_handles": memory.handle,
     }
-    child.call(Engine.update, bucket)
+    child.call(VLLM.update, bucket)

@@ -30,7 +30,7 @@ def main() -> None:
     """Serve the parent until the pipe closes.
 
     Messages of the parent are `("submit", submissions)`, `("cancel", numbers)`, and `("call", method, arguments)`,
-    with a method of `Engine`.
+    with a method of `VLLM`.
     Messages to the parent are `("tokens", new_tokens)`, `("answer", succeeded, result)`, and at the start
     `("refused", False, reasons)` if vLLM refuses its options.
     """
@@ -45,7 +45,7 @@ def main() -> None:
     from pydantic import ValidationError
 
     try:
-        engine = Engine(options)
+        engine = VLLM(options)
         pipe.send(("answer", True, None))
     except ValidationError as error:  # vLLM refuses its options, and would again
         reasons = [reason["msg"].removeprefix("Value error, ").split("\n")[0] for reason in error.errors()]
@@ -61,7 +61,7 @@ def main() -> None:
     watcher.join()  # the parent has died, or is about to kill this process
 
 
-def _serve(pipe: Connection, engine: Engine) -> None:
+def _serve(pipe: Connection, engine: VLLM) -> None:
     flushed = time.monotonic()
     while True:
         while pipe.poll(0 if engine.is_busy else None):
@@ -99,7 +99,7 @@ class _Running:
     log_probs: list[float] = field(default_factory=list)
 
 
-class Engine:
+class VLLM:
     """The methods that the parent calls."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -217,4 +217,4 @@ class Engine:
 if __name__ == "__main__":
     from ratchet.rlhf.rollout import vllm_process
 
-    vllm_process.main()  # the module under its name: the parent sends methods of this `Engine`
+    vllm_process.main()  # the module under its name: the parent sends methods of this `VLLM`

@@ -17,7 +17,7 @@ from ratchet.rlhf.models.skeleton import materialize
 from ratchet.rlhf.models.token_outputs import Head
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.model_engine import ModelEngine, not_finite
-from ratchet.rlhf.weights.stored_state import Stored
+from ratchet.rlhf.weights.stored_state import RangeReader
 from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class DeepSpeedEngine(ModelEngine):
         parameter: Any = self.parameters[name]
         return tuple(parameter.ds_shape if self.stage == 3 else parameter.shape)
 
-    def _load(self, kind: str, name: str, stored: Stored) -> None:
+    def _load(self, kind: str, name: str, stored: RangeReader) -> None:
         from deepspeed import utils
 
         parameter: Any = self.parameters[name]
@@ -229,7 +229,7 @@ class DeepSpeedEngine(ModelEngine):
         else:
             utils.safe_set_local_optimizer_state(parameter, self._share(parameter, stored), kind)
 
-    def _fill(self, parameter: Any, stored: Stored) -> None:
+    def _fill(self, parameter: Any, stored: RangeReader) -> None:
         """Read what this rank holds of a parameter; see `ModelEngine._fill`."""
         from deepspeed import utils
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -246,7 +246,7 @@ class DeepSpeedEngine(ModelEngine):
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # a small one, of which every rank keeps the whole, too
             TensorShard.flat(parameter.data).fill(stored)
 
-    def _share(self, parameter: Any, stored: Stored) -> Tensor:
+    def _share(self, parameter: Any, stored: RangeReader) -> Tensor:
         """Read this rank's share in stage 3, padded; `safe_set_full_…` fail if a share is nothing but padding."""
         size, first = parameter.ds_tensor.numel(), ranks.rank() * parameter.ds_tensor.numel()
         share = torch.zeros(size)

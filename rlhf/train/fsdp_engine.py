@@ -27,7 +27,7 @@ from ratchet.rlhf.distributed import host_buffers, ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.token_outputs import Head, VocabularyShare
 from ratchet.rlhf.train.torch_engine import TorchEngine
-from ratchet.rlhf.weights.stored_state import Stored
+from ratchet.rlhf.weights.stored_state import RangeReader
 from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class FSDPEngine(TorchEngine):
         if self.is_first_copy and (_is_cut(tensor) or is_first_member):  # otherwise another rank yields the same
             yield from _blocks(tensor)
 
-    def _fill(self, parameter: Tensor, stored: Stored) -> None:
+    def _fill(self, parameter: Tensor, stored: RangeReader) -> None:
         for block in _blocks(parameter.detach()):
             block.fill(stored)
 

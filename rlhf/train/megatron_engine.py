@@ -30,14 +30,14 @@ from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models import activation_checkpointing, megatron_model
-from ratchet.rlhf.models.megatron_layout import EXPERTS, Block, local_layout, parts_between, refusal
+from ratchet.rlhf.models.megatron_layout import EXPERTS, TensorBlock, local_layout, parts_between, refusal
 from ratchet.rlhf.models.skeleton import Skeleton
 from ratchet.rlhf.models.token_outputs import Head, TokenOutputs, VocabularyShare
 from ratchet.rlhf.train.engine import OptimizerPlan
-from ratchet.rlhf.train.megatron_groups import Groups, Layout
+from ratchet.rlhf.train.megatron_groups import Layout, MegatronGroups
 from ratchet.rlhf.train.micro_batches import MicroBatch
 from ratchet.rlhf.train.model_engine import LossOf, ModelEngine, not_finite
-from ratchet.rlhf.weights.stored_state import Stored, StoredState
+from ratchet.rlhf.weights.stored_state import RangeReader, StoredState
 from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class MegatronEngine(ModelEngine):
         options |= {"packing": False, "share_prompts": False}
         skeleton = Skeleton.of(model)
         config = skeleton.model.config.get_text_config()
-        self.groups = Groups.of(layout)
+        self.groups = MegatronGroups.of(layout)
         place = self.groups.place
         if reason := refusal(config, place):
             raise UserError(reason)
@@ -142,7 +142,7 @@ class MegatronEngine(ModelEngine):
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         blocks_of = local_layout(config, shapes, place, fused=megatron_model.has_transformer_engine())
         assert local.keys() == blocks_of.keys(), f"of other parameters: {sorted(local.keys() ^ blocks_of.keys())}"
-        self._places: dict[str, list[tuple[torch.nn.Parameter, Block]]] = {name: [] for name in self.parameters}
+        self._places: dict[str, list[tuple[torch.nn.Parameter, TensorBlock]]] = {name: [] for name in self.parameters}
         """Where the elements of each tensor lie that this rank has."""
         for name, blocks in blocks_of.items():
             assert blocks[-1].end == local[name].numel(), f"{name} has another size"
@@ -385,14 +385,14 @@ class MegatronEngine(ModelEngine):
         self.groups.enter()
         super().load_state(stored)
 
-    def _load(self, kind: str, name: str, stored: Stored) -> None:
+    def _load(self, kind: str, name: str, stored: RangeReader) -> None:
         if kind == "model":
             self._fill(self.parameters[name], stored)
             return
         self._make_state()
         self._fill_held(kind, name, stored)
 
-    def _fill(self, parameter: torch.nn.Parameter, stored: Stored) -> None:
+    def _fill(self, parameter: torch.nn.Parameter, stored: RangeReader) -> None:
         name = self._names[parameter]
         for local, block in self._places[name]:
             for _, part in parts_between(local.data.view(-1), 0, [block]):
@@ -400,7 +400,7 @@ class MegatronEngine(ModelEngine):
         if self.trainable:
             self._fill_held("model", name, stored)
 
-    def _fill_held(self, kind: str, name: str, stored: Stored) -> None:
+    def _fill_held(self, kind: str, name: str, stored: RangeReader) -> None:
         for local, block in self._places[name]:
             values, first = self._held(kind, local)
             for _, part in parts_between(values, first, [block]):

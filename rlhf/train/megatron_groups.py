@@ -53,18 +53,18 @@ def _globals() -> dict[str, Any]:
     return {name: held for name, held in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
-class Groups:
+class MegatronGroups:
     """The groups of a layout.
 
     Adjacent ranks share matrices, then sequences; ranks that are far apart share layers. A layout of the attention's
     ranks and one of the experts' ranks lie over each other, in which each expert is whole.
     """
 
-    _built: ClassVar[dict[tuple[dist.ProcessGroup, Layout], Groups]] = {}
+    _built: ClassVar[dict[tuple[dist.ProcessGroup, Layout], MegatronGroups]] = {}
     _empty: ClassVar[dict[str, Any]] = copy.deepcopy(_globals())
 
     @classmethod
-    def of(cls, layout: Layout) -> Groups:
+    def of(cls, layout: Layout) -> MegatronGroups:
         """Build the groups, or return those of an earlier model of this layout; all ranks must make the same call."""
         ranks.initialized()
         world = dist.group.WORLD

@@ -45,7 +45,7 @@ from ratchet.rlhf.train.micro_batches import (
 )
 from ratchet.rlhf.train.performance import TrainingFlops
 from ratchet.rlhf.weights import state_digest
-from ratchet.rlhf.weights.stored_state import Held, Stored, StoredState, StoredTensor, TensorFile
+from ratchet.rlhf.weights.stored_state import Held, RangeReader, StoredState, StoredTensor, TensorFile
 from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class ModelEngine(InferenceEngine, ABC):
         self._sources = {}
 
     @abstractmethod
-    def _fill(self, parameter: torch.nn.Parameter, stored: Stored) -> None:
+    def _fill(self, parameter: torch.nn.Parameter, stored: RangeReader) -> None:
         """Read what this rank holds of a parameter."""
 
     def names(self) -> list[str]:
@@ -216,7 +216,7 @@ class ModelEngine(InferenceEngine, ABC):
         """Return the shape of a whole parameter."""
 
     @abstractmethod
-    def _load(self, kind: str, name: str, stored: Stored) -> None:
+    def _load(self, kind: str, name: str, stored: RangeReader) -> None:
         """Replace a parameter or its optimizer state; all ranks must make the same call.
 
         Args:

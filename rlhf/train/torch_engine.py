@@ -18,7 +18,7 @@ from ratchet.rlhf.models.skeleton import materialize
 from ratchet.rlhf.models.token_outputs import Head
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.model_engine import ModelEngine, not_finite
-from ratchet.rlhf.weights.stored_state import Stored
+from ratchet.rlhf.weights.stored_state import RangeReader
 from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class TorchEngine(ModelEngine):
             return torch.zeros_like(parameter)
         return self.optimizer_buffers.readable(moment)
 
-    def _load(self, kind: str, name: str, stored: Stored) -> None:
+    def _load(self, kind: str, name: str, stored: RangeReader) -> None:
         if kind != "model":
             assert self.optimizer is not None
             state = self.optimizer.state[self.parameters[name]]
@@ -132,7 +132,7 @@ class TorchEngine(ModelEngine):
         if kind == "model" and name in self._rounded:
             self._rounded[name].copy_(self.parameters[name])
 
-    def _fill(self, parameter: Tensor, stored: Stored) -> None:
+    def _fill(self, parameter: Tensor, stored: RangeReader) -> None:
         """Read what this rank holds of a parameter or its optimizer state; see `ModelEngine._fill`."""
         TensorShard.flat(parameter.detach()).fill(stored)
 

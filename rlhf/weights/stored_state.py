@@ -40,7 +40,7 @@ def is_weights(file: str) -> bool:
     return file.startswith(WEIGHTS) and file.endswith(".safetensors")
 
 
-class Stored(Protocol):
+class RangeReader(Protocol):
     """A whole tensor that is read by range."""
 
     @property

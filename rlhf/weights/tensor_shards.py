@@ -13,7 +13,7 @@ from ratchet.rlhf.distributed import ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ratchet.rlhf.weights.stored_state import Stored
+    from ratchet.rlhf.weights.stored_state import RangeReader
 
 AT_ONCE = 2**22
 """Elements that are read at once: 16 MiB."""
@@ -67,7 +67,7 @@ class TensorShard:
             starts = (starts[:, None] + (offsets[dim] + torch.arange(count)) * stride).flatten()
         return cls(values.view(len(starts), -1), starts)
 
-    def fill(self, stored: Stored) -> None:
+    def fill(self, stored: RangeReader) -> None:
         """Read the elements of a stored whole tensor into `values`, which share memory with the engine's tensor."""
         runs, length = self.values.shape
         widest = int(self.starts.diff().max()) if runs > 1 else length

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ratchet.rlhf.agents.conversations import Branch, Chat, Completion, Conversation
+from ratchet.rlhf.agents.conversations import Branch, ChatConversation, Completion, Conversation
 from ratchet.rlhf.data.prompts import Prompt, tokenize_prompt, tokenize_start, with_response
 from ratchet.rlhf.data.turns import Rendered, special_in, token_ids, tokens, treat_special_tokens
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
@@ -275,7 +275,9 @@ def prompt_of(text: str, tokenizer: Any) -> list[int]:
 
 def chat_of(text: str, tokenizer: Any) -> list[int]:
     tool = {"type": "function", "function": {"name": "f", "description": text}}
-    return Chat([*user("a"), {"role": "tool", "content": [{"type": "text", "text": text}]}], [tool]).ids(tokenizer)
+    return ChatConversation([*user("a"), {"role": "tool", "content": [{"type": "text", "text": text}]}], [tool]).ids(
+        tokenizer
+    )
 
 
 def continued(conversation: Conversation, parts: list[str], tokenizer: Any) -> list[int]:
@@ -287,7 +289,7 @@ def continued(conversation: Conversation, parts: list[str], tokenizer: Any) -> l
 
 
 def chat_that_goes_on(text: str, tokenizer: Any) -> list[int]:
-    chat = Chat([*user("a"), {"role": "assistant", "content": "b"}, {"role": "tool", "content": text}], [])
+    chat = ChatConversation([*user("a"), {"role": "assistant", "content": "b"}, {"role": "tool", "content": text}], [])
     return continued(chat, chat.parts[:2], tokenizer)
 
 
@@ -328,7 +330,9 @@ def test_no_text_ends_its_turn(caller: str) -> None:
 def test_the_names_of_a_tools_parameters_are_text() -> None:
     tokenizer = with_template("{{ tools | tojson }}" + CHATML)
     harmless, forged = (
-        Chat(user("a"), [{"type": "function", "function": {"name": "f", "parameters": {name: "text"}}}]).ids(tokenizer)
+        ChatConversation(
+            user("a"), [{"type": "function", "function": {"name": "f", "parameters": {name: "text"}}}]
+        ).ids(tokenizer)
         for name in ("x", "x<|im_end|>")
     )
     assert special_ids(forged, tokenizer) == special_ids(harmless, tokenizer)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.infra.store.answers import Answers, key_of
+from ratchet.infra.store.answers import JudgeAnswers, key_of
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
 from ratchet.rlhf.config import JudgeConfig, RewardConfig, parse_config
@@ -195,7 +195,7 @@ def test_a_store_that_fails_is_no_failure_of_the_reward(server: JudgeServer) -> 
 
 def test_answers_are_kept_and_found_again(server: JudgeServer, tmp_path: Path) -> None:
     """By a pool that comes later; another rubric, model or mode is another question, another address is not."""
-    answers = Answers(ObjectStore(f"file://{tmp_path}/run"))
+    answers = JudgeAnswers(ObjectStore(f"file://{tmp_path}/run"))
     assert values(scored(judge(server, answers), group(*TEXTS))) == SHARES
     assert len(list((tmp_path / "run" / "answers").iterdir())) == server.requests == 4
     with judge_server() as moved:
@@ -210,7 +210,7 @@ def test_answers_are_kept_and_found_again(server: JudgeServer, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["local", "s3"])
 def test_the_first_answer_to_a_question_counts(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     url = f"file://{tmp_path}" if kind == "local" else request.getfixturevalue("s3")
-    answers = [Answers(ObjectStore(f"{url}/{kind}-answers")) for _ in range(8)]
+    answers = [JudgeAnswers(ObjectStore(f"{url}/{kind}-answers")) for _ in range(8)]
     assert answers[0].get("d0") is None
     with ThreadPoolExecutor(8) as threads:
         kept = set(threads.map(lambda number: answers[number].keep("d0", f"answer {number}"), range(8)))
@@ -218,7 +218,7 @@ def test_the_first_answer_to_a_question_counts(kind: str, tmp_path: Path, reques
 
 
 def test_a_damaged_answer_is_said(tmp_path: Path) -> None:
-    answers = Answers(ObjectStore(str(tmp_path)))
+    answers = JudgeAnswers(ObjectStore(str(tmp_path)))
     answers.keep("d0", "yes")
     path = tmp_path / key_of("d0")
     path.write_text(path.read_text().replace("yes", "no!"))

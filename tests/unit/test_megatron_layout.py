@@ -155,9 +155,9 @@ def logits_of(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, 
 
     with megatron_on_cpu.installed():
         from ratchet.rlhf.models.megatron_model import decoder
-        from ratchet.rlhf.train.megatron_groups import Groups, Layout
+        from ratchet.rlhf.train.megatron_groups import Layout, MegatronGroups
 
-        Groups.of(Layout())
+        MegatronGroups.of(Layout())
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         stored = parameters_in(folder, model)
         built = decoder(model, "policy", Place(), torch.float32, torch.device("cpu"), recompute=False).eval()
@@ -254,10 +254,10 @@ def largest_of_shared_sequences(time: int) -> int:
         from megatron.core.transformer import TransformerConfig
 
         from ratchet.rlhf.models.megatron_model import Attention
-        from ratchet.rlhf.train.megatron_groups import Groups, Layout
+        from ratchet.rlhf.train.megatron_groups import Layout, MegatronGroups
 
         patch.setattr("ratchet.rlhf.models.segments.MASK_ELEMENTS", 2**16)
-        Groups.of(Layout(context=2))
+        MegatronGroups.of(Layout(context=2))
         config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, context_parallel_size=2)
         heads = [torch.zeros((time // 2, 1, 2, 8), requires_grad=True) for _ in range(3)]
         with Largest() as largest:

@@ -26,10 +26,10 @@ def create_teams(size: int) -> None:
 
 def create_megatron(**layout: int) -> None:
     with megatron_on_cpu.installed():
-        from ratchet.rlhf.train.megatron_groups import Groups, Layout
+        from ratchet.rlhf.train.megatron_groups import Layout, MegatronGroups
 
         for _ in range(2):
-            Groups.of(Layout(**layout))
+            MegatronGroups.of(Layout(**layout))
 
 
 def sizes_of_groups(rank: int, count: int, create: Callable[..., None], options: dict[str, Any]) -> list[int]:

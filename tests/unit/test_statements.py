@@ -22,7 +22,7 @@ from ratchet.flows.ui.server import AT_ONCE, LIMITS
 from ratchet.infra.runs.query import query
 from ratchet.infra.runs.run import open_run
 from ratchet.infra.runs.sql import DataFile, FileTable, Statement, Tables
-from ratchet.infra.runs.statements import Limits, StatementFailed, Statements
+from ratchet.infra.runs.statements import SQLLimits, StatementFailed, Statements
 from ratchet.rlhf.errors import UserError
 from tests.browser import served
 from tests.stored import STORED
@@ -63,11 +63,11 @@ def ask(url: str, path: str, **parameters: str) -> tuple[int, Any, str | None]:
 @pytest.mark.parametrize(
     ("condition", "limits", "said"),
     [
-        (LARGE, Limits(600.0, 2**29, 2), "it needs more than 0.5 GiB of memory"),
-        (SLOW, Limits(0.5, 2**31, 2), "it took longer than 0.5 s"),
+        (LARGE, SQLLimits(600.0, 2**29, 2), "it needs more than 0.5 GiB of memory"),
+        (SLOW, SQLLimits(0.5, 2**31, 2), "it took longer than 0.5 s"),
     ],
 )
-def test_a_filter_that_is_too_much_ends_in_one_line(condition: str, limits: Limits, said: str) -> None:
+def test_a_filter_that_is_too_much_ends_in_one_line(condition: str, limits: SQLLimits, said: str) -> None:
     with served(STORE, limits) as url:
         status, answer, _ = ask(url, "trajectories", run="run", where=condition)
         assert (status, answer["error"]) == (
@@ -106,7 +106,7 @@ def test_no_filter_makes_a_large_answer(condition: str, expected: int) -> None:
 
 
 def test_the_page_answers_beside_slow_filters_which_end_with_their_clients() -> None:
-    with served(STORE, Limits(3600.0, 2**31, 1)) as url:
+    with served(STORE, SQLLimits(3600.0, 2**31, 1)) as url:
         clients = []
         for _ in range(AT_ONCE):
             client = http.client.HTTPConnection(urllib.parse.urlsplit(url).netloc)
@@ -133,8 +133,8 @@ def test_a_query_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run(f"{STORE}/run")
     assert query(run, "select count(*) as n from trajectories").to_dict("list") == {"n": [16]}
     for condition, limits, said in (
-        (SLOW, Limits(0.5, 2**29, 1), "it took longer than 0.5 s"),
-        (LARGE, Limits(600.0, 2**29, 1), "it needs more than 0.5 GiB of memory"),
+        (SLOW, SQLLimits(0.5, 2**29, 1), "it took longer than 0.5 s"),
+        (LARGE, SQLLimits(600.0, 2**29, 1), "it needs more than 0.5 GiB of memory"),
     ):
         monkeypatch.setattr("ratchet.infra.runs.query._statements", Statements(limits))
         with pytest.raises(

@@ -21,7 +21,7 @@ from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.distributed.host_buffers import release_memory
 from ratchet.rlhf.rollout import vllm_engine
 from ratchet.rlhf.rollout.vllm_engine import without_expandable_segments
-from ratchet.rlhf.rollout.vllm_process import Engine
+from ratchet.rlhf.rollout.vllm_process import VLLM
 from ratchet.rlhf.train import model_engine
 from tests import tiny
 
@@ -38,7 +38,7 @@ class Told:
         TOLD.append(("start",))
 
     def call(self, method: Callable[..., object], *arguments: object) -> None:
-        if method in (Engine.sleep, Engine.wake):
+        if method in (VLLM.sleep, VLLM.wake):
             TOLD.append((method.__name__, *arguments))
         elif ("new weights",) not in TOLD[-1:]:  # which take several calls
             TOLD.append(("new weights",))
