@@ -1,4 +1,4 @@
-"""What Prefect's pages show of a run: names, tags, logs, progress, and artifacts.
+"""Shows a run on Prefect's pages: names, tags, logs, progress, and artifacts.
 
 This needs a permanent server. A temporary one ends with the process, so nothing is shown there.
 """

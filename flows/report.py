@@ -1,4 +1,4 @@
-"""A report that compares runs: the page of `ratchet ui` in one self-contained HTML file.
+"""Writes a report that compares runs: the page of `ratchet ui` in one self-contained HTML file.
 
 It reads committed data and claims nothing, so it can be written at any time while the runs continue.
 """

@@ -1,4 +1,4 @@
-"""The metrics that are shown, and where; `rlhf/metrics.py` has all of them. docs/metrics.md is generated from both."""
+"""Lists the metrics that are shown, and where; `rlhf/metrics.py` has all. docs/metrics.md is generated from both."""
 
 from __future__ import annotations
 

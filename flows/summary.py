@@ -1,4 +1,4 @@
-"""What a run will do: models and where they are, tokens and memory, in a few lines at its start."""
+"""Summarizes what a run will do, at its start: models and where they are, tokens and memory."""
 
 from __future__ import annotations
 

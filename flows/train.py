@@ -1,4 +1,4 @@
-"""A run: its iterations, one after the other, from the point that the log has reached."""
+"""Runs the training loop, resuming from the last committed iteration."""
 
 from __future__ import annotations
 

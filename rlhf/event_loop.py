@@ -1,4 +1,4 @@
-"""The event loops of a process, above all the one on which it generates: daemon threads, started when first needed."""
+"""Event loops in daemon threads, started when first needed; trajectories are generated on one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The solve rates of prompts, which decide how often `data.curriculum` draws them.
+"""Computes the solve rates of prompts, which decide how often `data.curriculum` draws them.
 
 The rates that iteration k draws by come from the scores of iterations up to k - `lag`. These are closed before k
 generates, in every mode and after every crash, so the draws are a function of the config and of what is committed.

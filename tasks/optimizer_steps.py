@@ -1,4 +1,4 @@
-"""The optimizer steps of an update: which, a pure function of seed, stage, iteration and config, and taking them."""
+"""Takes the optimizer steps of an update: a pure function of seed, stage, iteration and config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The declaration of a stage. `tasks/pipeline.py` lists the stages in order, and `tasks/runner.py` runs them.
+"""Declares stages. `tasks/pipeline.py` lists them in order, and `tasks/runner.py` runs them.
 
 Each stage has its own file: the config it depends on, a function from columns to columns (or, for an update, from
 columns to metrics), and a `RowsStage` or `UpdateStage` that declares its inputs, outputs and role.

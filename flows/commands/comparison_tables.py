@@ -1,4 +1,4 @@
-"""The output of `ratchet compare`."""
+"""Prints the result of `ratchet compare`."""
 
 from __future__ import annotations
 

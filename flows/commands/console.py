@@ -1,4 +1,4 @@
-"""Where commands print."""
+"""Consoles for the output, the notes and the errors of commands."""
 
 from __future__ import annotations
 

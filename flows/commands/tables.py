@@ -1,4 +1,4 @@
-"""The output of commands: tables of a run, of trajectories, of an evaluation."""
+"""Prints tables of a run, of trajectories and of an evaluation."""
 
 from __future__ import annotations
 

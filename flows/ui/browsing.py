@@ -1,4 +1,4 @@
-"""The trajectories of a run by SQL: lists that match a filter, and single ones."""
+"""Lists the trajectories of a run that match an SQL filter, and reads single ones."""
 
 from __future__ import annotations
 

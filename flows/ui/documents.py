@@ -1,4 +1,4 @@
-"""What the page shows of runs, as JSON documents. The live page asks for them one by one; a report embeds them."""
+"""Describes runs as JSON documents. The live page asks for them one by one; a report embeds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTML of the page. A report is the same page with everything inside: one file, which asks for nothing."""
+"""Renders the HTML of the page. A report is the same page with everything inside: one file, which asks for nothing."""
 
 from __future__ import annotations
 

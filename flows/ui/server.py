@@ -1,4 +1,4 @@
-"""The server of `ratchet ui`: the page, and JSON about the runs of one store, which it only reads."""
+"""Serves `ratchet ui`: the page, and JSON about the runs of one store, which it only reads."""
 
 from __future__ import annotations
 

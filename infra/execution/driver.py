@@ -1,4 +1,4 @@
-"""The driver: the one process that advances a run. It owns the claim, the heartbeat and the workers."""
+"""Drives a run: the one process that advances it, with the claim, the heartbeat and the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fit as a run: rounds of optimizer steps, each committed together with the full state after it."""
+"""Runs fine-tuning outside the RL loop: rounds of optimizer steps, each committed with the full state after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heartbeat of a driver: a small object next to the log, rewritten every few seconds.
+"""Writes the heartbeat of a driver: a small object next to the log, rewritten every few seconds.
 
 Safety does not depend on it: fencing makes two drivers harmless, and the heartbeat only keeps users from starting a
 second one by mistake. On the driver's host, liveness is checked by its process; elsewhere, by watching for a new beat.

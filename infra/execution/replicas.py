@@ -1,4 +1,4 @@
-"""The replicas of the rollout: each takes trajectories from one queue when it has room."""
+"""Feeds the replicas of the rollout: each takes trajectories from one queue when it has room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs of a store, from what their logs and indexes hold. No data file is read."""
+"""Lists the runs of a store, from their logs and indexes. No data file is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model card of an exported model (README.md): where its weights come from, for people who have only the folder."""
+"""Writes the model card of an exported model (README.md): its origin, for people who have only the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that runs SQL. `ratchet.infra.runs.statements` starts it and talks to it through a pipe."""
+"""Runs SQL in a process of its own. `infra.runs.statements` starts it and talks to it through a pipe."""
 
 from __future__ import annotations
 

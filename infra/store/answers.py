@@ -1,4 +1,4 @@
-"""A judge's answers, kept in the run's folder by the digest of the question: what was answered once is not asked again.
+"""Caches a judge's answers in the run's folder by the digest of the question: no question is asked twice.
 
 An answer is written as soon as it arrives, and no record names it: it is not part of the run's history, and losing it
 costs a question. A fork finds the answers of the runs that it comes from.

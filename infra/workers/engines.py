@@ -1,4 +1,4 @@
-"""The models of a worker: one engine per role, built on first use and kept."""
+"""Holds the models of a worker: one engine per role, built on first use and kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker groups of a driver: one in the driver's process, and one per pool."""
+"""Holds the worker groups of a driver: one in the driver's process, and one per pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which version of the weights each role of a worker holds."""
+"""Tracks which version of the weights each role of a worker holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shards that a worker is generating. The trajectories of all shards share the engine."""
+"""Tracks the shards that a worker is generating. The trajectories of all shards share the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint that programs call. The key of a call tells whose trajectory it belongs to."""
+"""Serves an OpenAI-compatible endpoint to programs. The key of a call tells whose trajectory it belongs to."""
 
 from __future__ import annotations
 

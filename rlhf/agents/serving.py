@@ -1,4 +1,4 @@
-"""A policy that is served to clients: which conversation each call continues, without a program that says so."""
+"""Serves a policy to clients, and finds the conversation that each call continues."""
 
 from __future__ import annotations
 

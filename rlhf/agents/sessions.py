@@ -1,4 +1,4 @@
-"""The calls of one trajectory: which tokens they continue, what the policy answers, and what is stored of it."""
+"""Continues the tokens of one trajectory, call by call, and records the policy's replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was said in the calls of an agent, for people."""
+"""Formats the calls of an agent for people."""
 
 from __future__ import annotations
 

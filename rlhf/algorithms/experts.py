@@ -1,4 +1,4 @@
-"""How the policy learns from answers that it did not write."""
+"""Off-policy learning from answers of experts."""
 
 from __future__ import annotations
 

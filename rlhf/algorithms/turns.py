@@ -1,4 +1,4 @@
-"""The turns of the policy in a batch of trajectories: from values of tokens to values of turns, and back."""
+"""Converts values of tokens to values of turns, and back."""
 
 from __future__ import annotations
 

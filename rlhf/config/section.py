@@ -1,4 +1,4 @@
-"""What the sections of a config are made of."""
+"""The base class of config sections, and validators that they share."""
 
 from __future__ import annotations
 

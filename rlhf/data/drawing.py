@@ -1,4 +1,4 @@
-"""Which prompts a run draws, as pure functions of the seed, the sizes of the files and the position in the run."""
+"""Draws prompts: pure functions of the seed, the sizes of the files and the position in the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a dataset in a local folder: a copy of a hub repository, or what `datasets.save_to_disk` wrote."""
+"""Finds the files of a dataset in a local folder: a copy of a hub repository, or of `datasets.save_to_disk`."""
 
 from __future__ import annotations
 

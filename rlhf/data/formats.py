@@ -1,4 +1,4 @@
-"""The layouts of published datasets: verl's, TRL's and ShareGPT's rows, as a prompt and what belongs to it."""
+"""Reads the layouts of published datasets, verl's, TRL's and ShareGPT's, as prompts and what belongs to them."""
 
 from __future__ import annotations
 

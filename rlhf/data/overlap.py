@@ -1,4 +1,4 @@
-"""What texts have in common: near-duplicates by MinHash, and n-grams of held-out prompts.
+"""Decontamination: near-duplicates by MinHash, and n-grams of held-out prompts.
 
 An instruction or a chat template that many prompts share says nothing about what a prompt asks. N-grams of many
 different prompts therefore do not count.

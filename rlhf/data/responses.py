@@ -1,4 +1,4 @@
-"""The text of a response: the only way from a policy's tokens to what rewards, environments, agents and people read.
+"""Decodes responses: the only way from a policy's tokens to the text that rewards, environments and agents read.
 
 Special tokens are part of it, such as an `<answer>` or the mark of a tool call that the tokenizer calls special. Only
 what stands around turns is left out.

@@ -1,4 +1,4 @@
-"""Which training data is made of trajectories."""
+"""Options that choose trajectories for training data."""
 
 from __future__ import annotations
 

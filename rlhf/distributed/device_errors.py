@@ -1,4 +1,4 @@
-"""What an error of PyTorch says about the GPU and the connection to other ranks.
+"""Explains PyTorch's errors about the GPU and the connection to other ranks.
 
 Functions import torch when they are called, so that this module is cheap to import.
 """

@@ -1,4 +1,4 @@
-"""The processes that compute a model together: each has a rank, and all make the same calls (SPMD).
+"""Ranks: the processes that compute a model together and make the same calls (SPMD).
 
 A single process is a group of one, which needs no setup and no communication. Functions import torch when they are
 called, so that this module is cheap to import.

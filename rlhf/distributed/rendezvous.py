@@ -1,4 +1,4 @@
-"""The rendezvous of a group of processes, on a port that nobody else can have taken."""
+"""Rendezvous of a group of processes, on a port that nobody else can have taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of environments, and how they are found by name, checked and identified by a digest."""
+"""The protocol of environments, and their registry: load, check and digest by name."""
 
 from __future__ import annotations
 

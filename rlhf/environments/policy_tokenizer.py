@@ -1,4 +1,4 @@
-"""The tokenizer of the policy, whose chat template describes the environment's tools."""
+"""Loads the policy's tokenizer, whose chat template describes the environment's tools."""
 
 from __future__ import annotations
 

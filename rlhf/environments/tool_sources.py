@@ -1,4 +1,4 @@
-"""Where tools come from: Python functions as they stand, and MCP servers."""
+"""Loads tools: Python functions, and tools of MCP servers."""
 
 from __future__ import annotations
 

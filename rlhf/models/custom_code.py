@@ -1,4 +1,4 @@
-"""The Python code that a model folder brings, which transformers runs with `trust_remote_code`."""
+"""Finds the Python code in a model folder, which transformers runs with `trust_remote_code`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout of a model's files on the hub, where it differs from that of the loaded model.
+"""Converts a model's weights to the hub's layout, where it differs from that of the loaded model.
 
 transformers fuses and renames weights when it loads a model: Qwen3-MoE and Mixtral keep all experts of a layer in one
 parameter, while their files, vLLM and everybody's tools have a tensor for each matrix of each expert. The conversion is

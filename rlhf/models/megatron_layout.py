@@ -1,4 +1,4 @@
-"""Where the weights of a model lie in Megatron: a table of names and shapes, which reads both ways.
+"""Maps weights between the hub's layout and Megatron's: a table of names and shapes, which reads both ways.
 
 Megatron keeps the projections of attention in one matrix, in the order of the groups of heads (the queries of a group,
 its key, its value), and those of an MLP's gate in another. Tensor parallelism cuts matrices by rows or by columns,

@@ -1,4 +1,4 @@
-"""A small model of the same architecture, on which an architecture is tried before anything large is loaded."""
+"""Builds a small model of the same architecture, to try an architecture before anything large is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that computes rewards. `pool` starts it and talks to it through a pipe."""
+"""Computes rewards in a process of its own. `pool` starts it and talks to it through a pipe."""
 
 from __future__ import annotations
 

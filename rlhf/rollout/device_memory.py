@@ -1,4 +1,4 @@
-"""Whether vLLM fits on a GPU beside the models that stay there."""
+"""Estimates whether vLLM fits on a GPU beside the models that stay there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that runs vLLM; `vllm_rollout` starts it and communicates with it through a pipe."""
+"""Runs vLLM in a process of its own; `vllm_engine` starts it and talks to it through a pipe."""
 
 from __future__ import annotations
 

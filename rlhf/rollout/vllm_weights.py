@@ -1,4 +1,4 @@
-"""How vLLM's workers receive new weights through host memory: a backend of vLLM's weight-transfer interface.
+"""Gives vLLM's workers new weights through host memory: a backend of vLLM's weight-transfer interface.
 
 vLLM has backends for GPUs (`ipc`, within one GPU). This one works without a GPU, and where vLLM spans several GPUs.
 Each worker process maps the same bucket and takes its share of every tensor. vLLM imports this module, which registers

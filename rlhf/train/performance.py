@@ -1,4 +1,4 @@
-"""How well an update uses its devices: model FLOPs utilization, and memory."""
+"""Measures model FLOPs utilization and memory of updates."""
 
 from __future__ import annotations
 

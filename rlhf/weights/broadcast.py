@@ -1,4 +1,4 @@
-"""A connection between a trainer and rollouts in other processes, over which new weights are broadcast.
+"""Broadcasts new weights from a trainer to rollouts in other processes.
 
 The trainer's first rank and all processes of the rollout form a process group of their own, which exists beside the
 group that each pool computes with. Weights go from GPU to GPU by NCCL if every member has a GPU, and otherwise by gloo.

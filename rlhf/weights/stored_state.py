@@ -1,4 +1,4 @@
-"""A stored state: the files of a checkpoint, of which an engine reads only what it holds."""
+"""Reads the files of a checkpoint by range: an engine reads only its share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The elements of a tensor that one rank holds, and their positions in the whole tensor."""
+"""Shards of a tensor: the elements that one rank holds, and their positions in the whole tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lineage of a checkpoint: the update that made it, the inputs of that update, and so on to data, seed and code."""
+"""Traces the lineage of a checkpoint: the update that made it, its inputs, and so on to data, seed and code."""
 
 from __future__ import annotations
 

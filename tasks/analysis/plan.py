@@ -1,4 +1,4 @@
-"""Which stages a changed config would run again, and where a fork must begin to share the others."""
+"""Predicts which stages a changed config would run again, and where a fork must begin to share the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table of correspondences between another program's settings and ours is made of."""
+"""Types of the tables that translate another program's settings."""
 
 from __future__ import annotations
 
