@@ -35,6 +35,7 @@ from ratchet.infra.runs.served import ServedLog
 from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.call_log import CALLS
 from ratchet.rlhf.config import RunConfig, keys, load_config, overridden, read_yaml
+from tests import tiers
 from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
 from tests.processes import Child, Fault, Processes
 
@@ -245,12 +246,14 @@ def test_a_promise_says_which_tests_keep_it() -> None:
     files = {line: re.findall(r"`(tests/[\w/]+\.py)", line) for line in lines if line.startswith("| ")}
     files = {row: named for row, named in files.items() if named}
     collect = [sys.executable, "-m", "pytest", "--collect-only", *{file for named in files.values() for file in named}]
-    tiers = {}
+    every = {name: value for name, value in os.environ.items() if name != tiers.SLOW_PARTS}
+    collected_in = {}
     for tier, mark in (("test", "not slow"), ("slow", "slow")):
-        printed = subprocess.run([*collect, "-m", mark], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        tiers[tier] = {line.partition("::")[0] for line in printed.splitlines() if "::" in line}
+        command = [*collect, "-m", mark]
+        printed = subprocess.run(command, cwd=ROOT, env=every, capture_output=True, text=True, check=True).stdout
+        collected_in[tier] = {line.partition("::")[0] for line in printed.splitlines() if "::" in line}
     for row, named in files.items():
-        kept_by = [tier for tier, collected in tiers.items() if collected & set(named)]
+        kept_by = [tier for tier, collected in collected_in.items() if collected & set(named)]
         assert row.split(" | ")[-1] == ("both" if len(kept_by) == 2 else kept_by[0]) + " |", row
 
 
