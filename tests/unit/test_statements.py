@@ -173,7 +173,7 @@ def test_a_process_answers_as_long_as_it_is_as_good_as_a_new_one(monkeypatch: py
 def test_a_process_ends_with_its_parent() -> None:
     program = (
         "import psutil; from ratchet.infra.runs.statements import *; from ratchet.infra.runs.sql import *\n"
-        "with Statements(Limits(3600.0, 2**30, 1)).child() as child:\n"
+        "with Statements(SQLLimits(3600.0, 2**30, 1)).child() as child:\n"
         "    print(psutil.Process().children()[0].pid, flush=True)\n"
         f'    child.ask(Tables(), Statement("select {SLOW}"))'
     )

@@ -49,7 +49,7 @@ class Told:
 
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Worker:
     """A worker of a run with vLLM whose models take turns, which has loaded its first weights."""
-    monkeypatch.setattr(vllm_engine, "Child", Told)
+    monkeypatch.setattr(vllm_engine, "VLLMProcess", Told)
     TOLD.clear()
     tiny.workspace(tmp_path)
     config = tiny.config(
