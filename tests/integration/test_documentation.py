@@ -303,12 +303,14 @@ def test_what_a_test_machine_cannot_run_is_right_as_far_as_it_can_tell(
 
 
 KEYS = {re.sub(r"\[[^]]*\]", "", key) for key, *_ in keys(RunConfig)}
+TYPES = {re.sub(r"\[.*", ".type", key) for key, *_ in keys(RunConfig) if "[" in key}
+"""Keys that choose between sections."""
 SECTIONS = {key.partition(".")[0] for key in KEYS}
 
 
 def is_key(key: str) -> bool:
     """Whether a key exists: a key or a section of the config, or a name that the user chooses within one."""
-    within = [*KEYS, *(f"algorithm.{name}.type" for name in ("advantage", "loss", "experts"))]
+    within = [*KEYS, *TYPES]
     named = re.sub(r"^pools\.\w+", "pools", key)
     return any(known == named or known.startswith(f"{named}.") for known in within) or named.startswith(
         ("reward.options.", "placement.", "model.chat_template_kwargs.")
