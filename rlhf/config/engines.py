@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -68,6 +69,7 @@ class TrainEngineConfig(EngineConfig):
         """The share of the float32 gradients that each of `ranks` devices holds."""
         return 1.0
 
+    @abstractmethod
     def held(self, weights: int, learned: int, moments: float, width: int, ranks: int) -> tuple[float, float]:
         """What each device holds between updates.
 
@@ -81,7 +83,6 @@ class TrainEngineConfig(EngineConfig):
         Returns:
             Bytes of weights and bytes of optimizer state.
         """
-        raise NotImplementedError
 
 
 class _SplitsSequences(TrainEngineConfig):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.engines import FSDPConfig, HFConfig, ServerConfig, VLLMConfig
-from ratchet.rlhf.config.reading import yaml_text
+from ratchet.rlhf.config.reading import listed, yaml_text
 
 if TYPE_CHECKING:
     from ratchet.rlhf.config.run import RunConfig
@@ -27,7 +27,7 @@ def _roles_are_placed(config: RunConfig) -> Iterator[str]:
         return
     missing = {role: pool for role in config.roles if (pool := config.pool_of(role)) not in config.pools}
     if missing:
-        places = _listed([f"the {role} in {pool or 'no pool'}" for role, pool in missing.items()])
+        places = listed([f"the {role} in {pool or 'no pool'}" for role, pool in missing.items()])
         fix = "name pools so, or map each role" if config.placement == "separate" else "map each"
         yield f"placement puts {places}: {fix} to one of the pools ({', '.join(config.pools)})"
 
@@ -130,10 +130,10 @@ def incompatible(config: RunConfig) -> Iterator[str]:
                 f"(data.max_prompt_tokens + rollout.max_response_tokens = {longest}): raise it"
             )
     for key, owners in unsupported.items():
-        engines = _listed([f"{owner}.engine" for owner in owners])
+        engines = listed([f"{owner}.engine" for owner in owners])
         yield f"{key} is not supported yet by engine megatron: remove it, or set {engines} to fsdp"
     for key, conflicts in uncompiled.items():
-        yield f"{key}.kernels compile does not work with {_listed([*conflicts])}: set {key}.kernels to torch"
+        yield f"{key}.kernels compile does not work with {listed([*conflicts])}: set {key}.kernels to torch"
     if config.critic is not None and config.critic.warmup_iterations and not config.needs_critic:
         yield (
             f"critic.warmup_iterations is set, but algorithm.advantage {config.algorithm.advantage.type} has no "
@@ -161,7 +161,7 @@ def incompatible(config: RunConfig) -> Iterator[str]:
     if needless and config.validation.data is None:
         keys = [setting.partition("=")[0] for setting in needless]
         verb = "is" if len(keys) == 1 else "are"
-        yield f"{_listed(keys)} {verb} set without validation.data: name a prompt file, or set {_listed(needless)}"
+        yield f"{listed(keys)} {verb} set without validation.data: name a prompt file, or set {listed(needless)}"
 
 
 def _teacher_fits(config: RunConfig) -> Iterator[str]:
@@ -244,11 +244,7 @@ def _comparing(config: RunConfig) -> list[str]:
 def _groups_have_several(config: RunConfig) -> Iterator[str]:
     if config.rollout.n == 1 and (keys := _comparing(config)):
         compare = "compares" if len(keys) == 1 else "compare"
-        yield f"{_listed(keys)} {compare} the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        yield f"{listed(keys)} {compare} the trajectories of a prompt, but rollout.n is 1: raise rollout.n"
 
 
 def _judge_fits(config: RunConfig) -> Iterator[str]:

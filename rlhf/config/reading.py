@@ -234,7 +234,7 @@ def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str
         holder = key.rpartition(".")[0]
         chosen = next(part for part in reversed(problem["loc"][:-1]) if isinstance(part, str))
         choose = f", or set {holder}.type to {' or '.join(others)}"
-        return f"{key} is no option of {chosen}, but of {_listed(others)}: remove it{choose}"
+        return f"{key} is no option of {chosen}, but of {listed(others)}: remove it{choose}"
     if problem["type"] == "extra_forbidden":
         lists = "`ratchet train --help`" if "rollout" in model.model_fields else "docs/configuration.md"
         return f"{key} is not a key of the config{_near(key, model)}; {lists} lists them"
@@ -260,7 +260,8 @@ def _choices_with(key: str, model: type[BaseModel]) -> list[str]:
     return [found[2] for found in known if found and (found[1], found[3]) == (holder, option)]
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names as in a sentence, such as ``a, b and c``."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 

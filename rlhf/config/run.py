@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from ratchet.rlhf.built_in_rewards import solved_score
+from ratchet.rlhf.config.engines import ENGINES, RolloutEngineConfig
 from ratchet.rlhf.config.incompatibilities import incompatible
 from ratchet.rlhf.config.reading import overridden, read_yaml, set_value, validated, write_out
 from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section
@@ -348,7 +349,8 @@ def _generates_with_other_rounding(tree: Mapping[str, Any]) -> bool:
     engine = rollout.get("engine")
     chosen = engine if isinstance(engine, Mapping) else {"type": engine}
     is_rounded = model.get("dtype") != "float32" or chosen.get("quantization") is not None
-    return chosen.get("type") in ("vllm", "server") and is_rounded
+    kind = ENGINES.get(str(chosen.get("type")))
+    return is_rounded and kind is not None and issubclass(kind, RolloutEngineConfig) and kind.own_process
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

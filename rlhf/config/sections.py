@@ -6,6 +6,7 @@ The description of a number that changes what is learned names the recipe that i
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -252,9 +253,9 @@ class PartnerConfig(Section):
     )
 
     @property
+    @abstractmethod
     def most_turns(self) -> int:
         """The largest number of turns of the policy in a trajectory."""
-        raise NotImplementedError
 
 
 class EnvironmentConfig(PartnerConfig):
