@@ -131,6 +131,15 @@ def test_archives_hold_what_is_ratchets_once(source_archive: Path, wheel: Path) 
     assert f"ratchet_rlhf-{ratchet.__version__}.dist-info/licenses/LICENSE" in names
 
 
+def test_an_archive_of_a_clone_whose_path_git_would_ignore(tmp_path: Path) -> None:
+    clone = tmp_path / "build" / "ratchet"
+    subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(clone)], check=True)
+    (clone / "build").mkdir()
+    (clone / "build" / "link").symlink_to("/etc/hostname")
+    with tarfile.open(tmp_path / _build("sdist", clone, tmp_path)) as archive:
+        assert not [name for name in archive.getnames() if name.split("/")[1] == "build"]
+
+
 def test_every_public_name_is_imported(installed: Installed) -> None:
     script = f"""
 import sys, ratchet
