@@ -9,6 +9,7 @@ from rich import filesize
 from ratchet.infra.execution.snapshots import describe
 from ratchet.infra.store.records import RunState
 from ratchet.rlhf.config import ModelConfig, RunConfig
+from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.data.prompts import PromptDataset, encode
 from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
 from ratchet.rlhf.errors import counted, reached
@@ -38,7 +39,7 @@ def summary(config: RunConfig, state: RunState) -> list[str]:
         at = f"nothing is left to train, it has {has}: train.iterations={state.iteration + 1} or more continues it"
     lines = [f"run {config.run.name} in {config.run.store}: {at}"]
     totals: dict[str, float] = {}
-    for role, model in _models(config).items():
+    for role, model in config.models.items():
         parameters, place = parameter_count(model_folder(model)), _place(config, role)
         held = _memory(config, role, parameters)
         each = place.replace("in pool", "in each process of pool")
@@ -70,17 +71,8 @@ def first_prompt(config: RunConfig) -> str:
     return f"  prompt    the first has {len(ids)} tokens: {json.dumps(text[:SHOWN], ensure_ascii=False)}{cut}"
 
 
-def _models(config: RunConfig) -> dict[str, ModelConfig]:
-    models = {"actor": config.model}
-    models |= {"critic": config.critic_model} if config.needs_critic else {}
-    models |= config.frozen_models
-    models |= {"ema": config.model} if "ema" in config.averages else {}
-    return models if config.reward.model is None else {**models, "reward": config.reward.model}
-
-
 def _model(config: RunConfig, role: str, model: ModelConfig, parameters: int) -> str:
-    trainer = config.trainers.get(role, config.actor)
-    engine = "" if role == "reward" else f" {trainer.engine.type}"
+    engine = f" {config.trainer_of(role).engine.type}" if ROLES[role].has_versions else ""
     adapters = "" if model.lora is None else f" with adapters of rank {model.lora.r}"
     return f"{model.path}{adapters}, {_number(parameters)} parameters in {model.dtype},{engine}"
 

@@ -21,6 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.custom_code import code_files, code_names
 from ratchet.rlhf.models.model_folders import model_folder
@@ -148,13 +149,7 @@ def _code_of(config: RunConfig) -> list[Code]:
 
 def _models_with_code(config: RunConfig) -> dict[str, ModelConfig]:
     """The models that may bring code, whatever path they have, by the key that says so."""
-    models = {
-        "model": config.model,
-        "critic.model": None if config.critic is None else config.critic.model,
-        "reference.model": config.reference.model,
-        "teacher": config.teacher,
-        "reward.model": config.reward.model,
-    }
+    models = {role.model_key: role.own_model(config) for role in ROLES.values()}
     return {
         f"{key}.{REMOTE_CODE}": model for key, model in models.items() if model is not None and model.trust_remote_code
     }

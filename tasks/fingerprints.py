@@ -10,16 +10,12 @@ from ratchet.infra.execution.executors import StageHandle
 from ratchet.infra.execution.outside import Outside
 from ratchet.infra.store.manifest import Fingerprint, Manifest
 from ratchet.infra.store.records import Ahead, RunState, Skip, Weights
-from ratchet.infra.workers.held_weights import WEIGHTS_OF
 from ratchet.rlhf.config import RunConfig, stored_config
 from ratchet.rlhf.errors import UserError, counted, reached
 from ratchet.tasks.experience_replay import check_experience
 from ratchet.tasks.pipeline import STAGES, names_of, stage_named
 from ratchet.tasks.stage import Stage, UpdateStage
 from ratchet.tasks.stages.generate import GenerateSummary
-
-UNVERSIONED = {"reward"}
-"""Roles whose model is not part of a run: a digest identifies it, like a reward's code, and a fork may change it."""
 
 
 def weights_for(driver: Driver, stage: Stage, iteration: int, shard: int = 0) -> Weights | None:
@@ -34,12 +30,12 @@ def weights_for(driver: Driver, stage: Stage, iteration: int, shard: int = 0) ->
     Returns:
         The weights, for an update those before it; None if the stage has no versioned model.
     """
-    if stage.role is None or stage.role in UNVERSIONED:
+    if stage.weights_role is None:
         return None
     state = driver.store.iteration_state(iteration)
     if stage.name == "generate" and shard in state.assigned:
         return state.assigned[shard]
-    return state.starting[WEIGHTS_OF.get(stage.role, stage.role)]
+    return state.starting[stage.weights_role]
 
 
 def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping[str, StageHandle]) -> Fingerprint:
@@ -58,8 +54,8 @@ def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping
     if isinstance(stage, UpdateStage) and driver.config.run.deterministic:
         parts["deterministic"] = True
     parts |= {f"input.{name}": handle.manifest().digest for name, handle in inputs.items()}
-    if stage.role is not None and stage.role not in UNVERSIONED:
-        parts[f"weights.{WEIGHTS_OF.get(stage.role, stage.role)}"] = _digests_of_weights(driver, stage, iteration)
+    if stage.weights_role is not None:
+        parts[f"weights.{stage.weights_role}"] = _digests_of_weights(driver, stage, iteration)
     parts |= {source: digest for source in stage.outside if (digest := driver.outside.digest(source)) is not None}
     return Fingerprint(parts=parts)
 

@@ -18,8 +18,8 @@ from ratchet.infra.store.manifest import Manifest
 from ratchet.infra.store.records import Diverged, Skip, StageCommit, Weights
 from ratchet.infra.workers.calls import C, Call, UpdateCall, Updated
 from ratchet.infra.workers.groups import WorkerGroup
-from ratchet.infra.workers.held_weights import WEIGHTS_OF
 from ratchet.infra.workers.worker import Worker
+from ratchet.rlhf.config.roles import weights_of
 from ratchet.rlhf.errors import NotFinite
 from ratchet.tasks.pipeline import update_of
 from ratchet.tasks.stage import UpdateStage
@@ -60,7 +60,7 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
     store, group = driver.store, driver.groups.of(role)
     if role == "rollout" and not group.call(Worker.rollout_is_actor):
         return _restore_copy(driver, group, weights)
-    role = WEIGHTS_OF.get(role, role)
+    role = weights_of(role)
     update = update_of(role)
     snapshot = None if update is None else store.snapshot_at_or_before(weights.version, role)
     before = (

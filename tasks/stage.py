@@ -27,6 +27,7 @@ from ratchet.infra.workers.calls import (
     ShardSummary,
 )
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.roles import ROLES, weights_of
 from ratchet.rlhf.schema import Column
 
 
@@ -51,6 +52,12 @@ class _Stage(Generic[C]):
     """The role whose workers compute the stage, with that role's weights; None: no model is needed."""
     version: int = 1
     """Increase this when the code computes different results: stages committed by older code then count as changed."""
+
+    @property
+    def weights_role(self) -> str | None:
+        """The role whose recorded weights the stage computes with; None if it needs none."""
+        role = None if self.role is None else weights_of(self.role)
+        return None if role is None or not ROLES[role].has_versions else role
 
     def inputs_of(self, handles: Mapping[str, StageHandle]) -> dict[str, StageHandle]:
         """Select the handles of the stages that this stage reads.
@@ -138,7 +145,7 @@ class RowsStage(_Stage[C], Generic[C, S]):
     @property
     def infers(self) -> bool:
         """Whether `compute` may use `Context.engine`, which computes several shards together."""
-        return self.begin is None and self.role not in (None, "reward")
+        return self.begin is None and self.weights_role is not None
 
     def metrics_of(self, outputs: Sequence[Mapping[str, JsonValue]]) -> dict[str, float]:
         """The stage's metrics, from the committed summaries of all shards."""

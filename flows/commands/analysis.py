@@ -12,7 +12,7 @@ from ratchet.flows.commands.options import (
     DEFAULT_STORE,
     Name,
     Overrides,
-    Role,
+    RoleOption,
     Store,
     TreeFormat,
     TrustCode,
@@ -96,9 +96,7 @@ def explain(
         int, typer.Argument(metavar="CHECKPOINT", min=0, help="the number of iterations that made the weights")
     ],
     store: Store = DEFAULT_STORE,
-    role: Annotated[
-        Role, typer.Option(help="the model: actor (the policy), critic, or ema (the actor's moving average)")
-    ] = Role.actor,
+    role: RoleOption = "actor",
     format: Annotated[TreeFormat, typer.Option(help="output format")] = TreeFormat.tree,
 ) -> None:
     """Show the lineage of a checkpoint: the updates, shards, configs, seeds and code that produced it."""
@@ -106,7 +104,7 @@ def explain(
     from ratchet.infra.runs.run import open_run
     from ratchet.tasks.analysis.explain import explain as lineage
 
-    tables.lineage(console, lineage(open_run(url_of(name, store)), checkpoint, role.value), format.value)
+    tables.lineage(console, lineage(open_run(url_of(name, store)), checkpoint, role), format.value)
 
 
 def replay(

@@ -17,7 +17,7 @@ from ratchet.flows.commands.options import (
     Iteration,
     Name,
     Overrides,
-    Role,
+    RoleOption,
     Store,
     TrustCode,
     make_folder,
@@ -231,9 +231,7 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to write")],
     store: Store = DEFAULT_STORE,
     iteration: Iteration = None,
-    role: Annotated[
-        Role, typer.Option(help="the model: actor (the policy), critic, or ema (the actor's moving average)")
-    ] = Role.actor,
+    role: RoleOption = "actor",
     best: Best = False,
     adapter: Adapter = False,
     trust_code: TrustCode = False,
@@ -245,11 +243,11 @@ def export(
     run = open_run(url_of(name, store))
     with progress(console):
         version = _snapshot(run, iteration, best)
-    run.exportable(version, role.value, adapter=adapter)
+    run.exportable(version, role, adapter=adapter)
     make_folder(folder)
     with progress(console):
-        run.export(version, folder, role.value, adapter=adapter)
-    console.print(f"the {role.value} after {counted(version, 'iteration')} is in {folder}")
+        run.export(version, folder, role, adapter=adapter)
+    console.print(f"the {role} after {counted(version, 'iteration')} is in {folder}")
 
 
 def push(
@@ -257,9 +255,7 @@ def push(
     repo: Annotated[str, typer.Argument(metavar="REPO", help="the repository on the hub: owner/name")],
     store: Store = DEFAULT_STORE,
     iteration: Iteration = None,
-    role: Annotated[
-        Role, typer.Option(help="the model: actor (the policy), critic, or ema (the actor's moving average)")
-    ] = Role.actor,
+    role: RoleOption = "actor",
     best: Best = False,
     adapter: Adapter = False,
     public: Annotated[
@@ -278,10 +274,10 @@ def push(
     run = open_run(url_of(name, store))
     with progress(console):
         version = _snapshot(run, iteration, best)
-        pushed = hub.push(run, repo, version, role.value, adapter=adapter, public=public)
+        pushed = hub.push(run, repo, version, role, adapter=adapter, public=public)
     visibility = "private" if pushed.private else "public"
     console.print(
-        f"the {role.value} after {counted(version, 'iteration')} is at {pushed.url} ({visibility})", highlight=False
+        f"the {role} after {counted(version, 'iteration')} is at {pushed.url} ({visibility})", highlight=False
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ratchet.rlhf import consent
+from ratchet.rlhf.config.roles import EXPORTED, ROLES
 from ratchet.rlhf.errors import RatchetError, UserError
 
 DEFAULT_STORE = "file://./runs"
@@ -37,6 +38,24 @@ Store = Annotated[str, typer.Option(envvar="RATCHET_STORE", help="folder of runs
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="values of the config to change")]
 TakeOver = Annotated[
     bool, typer.Option("--take-over", help="continue even if another driver is alive, which is then shut out")
+]
+
+
+def _is_exported(role: str) -> str:
+    if role not in EXPORTED:
+        raise typer.BadParameter(f"{role!r} is not one of {', '.join(EXPORTED)}")
+    return role
+
+
+RoleOption = Annotated[
+    str,
+    typer.Option(
+        "--role",
+        callback=_is_exported,
+        metavar=f"[{'|'.join(EXPORTED)}]",
+        autocompletion=lambda: EXPORTED,
+        help=f"the model: {', '.join(f'{name} ({ROLES[name].card})' for name in EXPORTED)}",
+    ),
 ]
 AcceptChanges = Annotated[
     bool,
@@ -78,12 +97,6 @@ class TreeFormat(StrEnum):
 class DocumentFormat(StrEnum):
     table = "table"
     json = "json"
-
-
-class Role(StrEnum):
-    actor = "actor"
-    critic = "critic"
-    ema = "ema"
 
 
 def url_of(name: str, store: str) -> str:

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,6 +83,7 @@ def claim(
     config: Config,
     *,
     initial: Mapping[str, Weights],
+    frozen: Iterable[str] = (),
     ahead: int = 0,
     outside: Mapping[str, str] | None = None,
     versions: Mapping[str, int] | None = None,
@@ -91,6 +92,7 @@ def claim(
 
     Args:
         initial: each role's initial weights.
+        frozen: roles whose weights never change.
         ahead: the number of iterations beyond the open one that the driver may generate.
         outside: digests of the stages' inputs outside the store.
         versions: the version of each stage's code.
@@ -106,6 +108,7 @@ def claim(
             outside=dict(outside or {}),
             versions=dict(versions or {}),
             initial=dict(initial),
+            frozen=tuple(frozen),
         )
     )
     if not run_json_is_readable(store):

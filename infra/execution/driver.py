@@ -29,6 +29,7 @@ from ratchet.infra.workers.groups import WorkerGroups
 from ratchet.infra.workers.ray_group import GroupLost
 from ratchet.rlhf import consent
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.data.experts import Matched
 
 
@@ -189,6 +190,7 @@ def _open(
         store,
         config,
         initial=outside.initial_weights,
+        frozen=[name for name, role in ROLES.items() if not role.learns and not role.follows(config)],
         ahead=config.rollout.ahead,
         outside={name: digest for name in dependencies.outside if (digest := outside.digest(name)) is not None},
         versions=dependencies.versions,

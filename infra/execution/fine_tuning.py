@@ -19,6 +19,7 @@ from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.checkpoints import stored_state
 from ratchet.rlhf.config import FitConfig, differences, validated
 from ratchet.rlhf.config.fine_tuning import MAY_CHANGE
+from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.data import files
 from ratchet.rlhf.distributed import determinism
 from ratchet.rlhf.errors import UserError
@@ -71,7 +72,7 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     if config.run.deterministic:
         determinism.enforce()
     store = RunStore(ObjectStore(run_url(config.run.store, config.run.name)))
-    tokenizer = tokenizer_digest(config.model, writes=role == "actor")
+    tokenizer = tokenizer_digest(config.model, writes=ROLES[role].head == "policy")
     model = initial_digest(config.model, config.run.seed), tokenizer
     weights = Weights(version=0, digest=" ".join([*model, files.digest(config.data)]))
     state = begin(store, config, take_over)

@@ -11,6 +11,7 @@ from ratchet.infra.store.records import Weights
 from ratchet.infra.workers.resources import Resources
 from ratchet.rlhf.agents.agent import agent_digest
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.environments.environment import environment_digest
 from ratchet.rlhf.models.model_folders import files_digest, initial_digest, model_folder
 from ratchet.rlhf.models.tokenizers import tokenizer_digest
@@ -62,15 +63,12 @@ class OutsideInputs:
     @cached_property
     def initial_weights(self) -> dict[str, Weights]:
         """Each role's initial weights, by digest of its model's files."""
-        config = self._config
-        models = {"actor": config.model}
-        if config.needs_critic:
-            models["critic"] = config.critic_model
-        models |= config.frozen_models
-        if "ema" in config.averages:
-            models["ema"] = config.model
-        seed = config.run.seed
-        return {role: Weights(version=0, digest=initial_digest(model, seed)) for role, model in models.items()}
+        seed = self._config.run.seed
+        return {
+            role: Weights(version=0, digest=initial_digest(model, seed))
+            for role, model in self._config.models.items()
+            if ROLES[role].has_versions
+        }
 
     def identity(self) -> str:
         """Everything outside the config that workers hold: code, packages, models and stages' inputs."""

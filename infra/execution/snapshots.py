@@ -142,7 +142,7 @@ def describe(config: RunConfig) -> str:
 
 def _sizes(config: RunConfig) -> list[int] | None:
     """Bytes of each trained role's state; None: unknown, because it has adapters."""
-    models = {role: config.critic_model if role == "critic" else config.model for role in config.trained}
+    models = {role: config.model_of(role) for role in config.trained}
     if any(model.lora is not None for model in models.values()):
         return None
     tensors = dict.fromkeys(config.averages, 1)

@@ -18,6 +18,7 @@ from ratchet.infra.store.run_store import UPDATE_ACTOR
 from ratchet.rlhf.algorithms import KLPenalty
 from ratchet.rlhf.config import ModelConfig, RewardTraining, RunConfig, SFTConfig, stored_config
 from ratchet.rlhf.config.published import published, published_text
+from ratchet.rlhf.config.roles import ROLES, is_critic
 from ratchet.rlhf.errors import counted
 from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.model_folders import base_models, hub_name
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
 MEASURED = ("sft/", "reward/", "val/")
 """How metrics of a fit begin that tell how good its model is."""
 PACKAGES = {"ratchet-rlhf": "Ratchet", "torch": "torch", "transformers": "transformers"}
-WHAT = {
-    "actor": "policy",
-    "critic": "critic, which estimates the return of each token,",
-    "ema": "moving average of the policy",
-    "reference": "reference",
-}
 _HUB_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 
 
@@ -66,13 +61,13 @@ def model_card(run: Run, checkpoint: Checkpoint, base: str | None) -> str:
         base_model=base_models(model) or None,
         datasets=list(dict.fromkeys(datasets)) or None,
         library_name="transformers" if base is None else "peft",
-        pipeline_tag="token-classification" if role == "critic" else "text-generation",
+        pipeline_tag="token-classification" if is_critic(role) else "text-generation",
         tags=["reinforcement-learning", *_algorithms(config), *(["lora"] if model.lora else []), "ratchet"],
     )
     iterations = counted(version, "iteration")
     body = f"""# {_code(name)}
 
-This is the {WHAT[role]} of the run {_code(name)} after {iterations} of reinforcement learning with Ratchet. It
+This is the {ROLES[role].card} of the run {_code(name)} after {iterations} of reinforcement learning with Ratchet. It
 started from {_model(model)}.
 
 {_table(("", ""), [*_facts(config, model, is_merged=base is None), ("updates of the policy", _updates(run, version))])}
@@ -225,12 +220,12 @@ def _validation(run: Run, config: RunConfig, checkpoint: Checkpoint, iterations:
 def _usage(config: RunConfig, role: str, name: str, base: str | None) -> str:
     """Code that loads the folder, and that lets a policy answer, with transformers and with vLLM."""
     model = config.model_of(role)
-    auto = "AutoModelForTokenClassification" if role == "critic" else "AutoModelForCausalLM"
+    auto = "AutoModelForTokenClassification" if is_critic(role) else "AutoModelForCausalLM"
     imports, paths = [f"from transformers import {auto}, AutoTokenizer"], [PATH]
     loads, parts = f"{auto}.from_pretrained(path)", list[str]()
     if base is not None:
         imports.insert(0, "from peft import PeftModel")
-        labels = ", num_labels=1" if role == "critic" else ""
+        labels = ", num_labels=1" if is_critic(role) else ""
         loads = f"PeftModel.from_pretrained({auto}.from_pretrained(base{labels}), path)"
         where = ""
         if hub_name(model) is None:
@@ -241,7 +236,7 @@ def _usage(config: RunConfig, role: str, name: str, base: str | None) -> str:
             )
         paths.append(f"base = {json.dumps(base, ensure_ascii=False)}{where}")
     lines = [*imports, "", *paths, f"model = {loads}", "tokenizer = AutoTokenizer.from_pretrained(path)"]
-    if role == "critic":
+    if is_critic(role):
         return "\n\n".join([*parts, _block("\n".join(lines), "python")])
     has_template = has_chat_template(config.model)
     code = _block("\n".join([*lines, "", *_answer(config, has_template)]), "python")
@@ -287,7 +282,7 @@ def _answer(config: RunConfig, has_template: bool) -> list[str]:
 def _origin(name: str, checkpoint: Checkpoint) -> str:
     digest, version, role = _code(checkpoint.weights.digest), checkpoint.weights.version, checkpoint.role
     known = f"In the run's store, these weights with their optimizer state have the digest\n{digest}."
-    if role == "reference":  # which the command line does not export
+    if not ROLES[role].exported:  # by the command line
         return known
     option = "" if role == "actor" else f" --role {role}"
     explain = _code(f"ratchet explain {shlex.quote(name)} {version}{option}")

@@ -23,6 +23,7 @@ from ratchet.infra.store.run_store import UPDATE_ACTOR, VALIDATE, RunStore
 from ratchet.rlhf import consent
 from ratchet.rlhf.config import RunConfig, RunSection, stored_config
 from ratchet.rlhf.config.published import published_text
+from ratchet.rlhf.config.roles import is_critic
 from ratchet.rlhf.errors import RatchetError, UserError, counted, reached
 from ratchet.rlhf.schema import TRAJECTORY, trajectory_of
 
@@ -546,7 +547,7 @@ class Run:
             if initial_digest(base, seed) != self.state.initial[role].digest:
                 raise UserError(f"{base.path} is not the base model of the run's adapters: restore its files")
             consent.require(self.config, models_only=True)
-            model = load_critic(base, seed) if role == "critic" else load_actor(base, seed)
+            model = load_critic(base, seed) if is_critic(role) else load_actor(base, seed)
             copy_weights(StoredState.of(files).tensors(), model)
             _remove_weights(target)
             save(model, target)
@@ -556,7 +557,7 @@ class Run:
                 (target / name).write_bytes(data)
             if named_base is not None:
                 # The stored one tells no task, and names the folder of a download of the base model.
-                task = "TOKEN_CLS" if role == "critic" else "CAUSAL_LM"
+                task = "TOKEN_CLS" if is_critic(role) else "CAUSAL_LM"
                 settings = json.loads(files[ADAPTER_CONFIG]) | {
                     "base_model_name_or_path": named_base,
                     "task_type": task,

@@ -15,8 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 SCHEMA_VERSION = 1
 """Increase this when the stored form of a model changes, and let `ratchet.infra.store.log.check_version` migrate the
 older ones."""
-TRAINED = {"actor", "critic", "ema"}
-"""Roles whose weights have a version per iteration; so do those of a reference that moves, by commits alone."""
 PAGE = 64
 """Number of closed iterations in a page of the history. Finding an iteration's index takes at most two reads."""
 
@@ -73,6 +71,8 @@ class Claim(Frozen):
     """The version of each stage's code."""
     initial: dict[str, Weights]
     """Each role's initial weights, by digest of the model's files."""
+    frozen: tuple[str, ...] = ()
+    """Roles whose weights no iteration changes; they keep their first version."""
 
 
 class ShardCommit(Frozen):
@@ -312,10 +312,10 @@ class RunState(StoredModel):
                 if len(self.recent) == PAGE:
                     self.pages.append(commit.index)
                     self.recent = []
-                for role in TRAINED & self.weights.keys():  # roles without an update keep their weights
-                    if self.weights[role].version == commit.iteration:
-                        digest = self.weights[role].digest
-                        self.weights[role] = Weights(version=commit.iteration + 1, digest=digest)
+                frozen = () if self.claim is None else self.claim.frozen
+                for role, weights in self.weights.items():  # each iteration makes a version, even without an update
+                    if weights.version == commit.iteration and role not in frozen:
+                        self.weights[role] = Weights(version=commit.iteration + 1, digest=weights.digest)
                 self.iteration = commit.iteration + 1
                 self.shards, self.stages, self.assigned, self.journals = {}, {}, {}, {}
                 self.metrics, self.metric_values = None, {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.engines import VLLMConfig
+from ratchet.rlhf.config.roles import ROLES, is_critic
 from ratchet.rlhf.data.turns import treat_special_tokens
 from ratchet.rlhf.models.loading import actor_skeleton, critic_skeleton, load_reward_model
 from ratchet.rlhf.models.tokenizers import load_tokenizer
@@ -51,12 +52,11 @@ class Engines:
         self._reward_model: RewardEngine | None = None
 
     def inference(self, role: str) -> InferenceEngine:
-        """The engine of the actor, the critic or the reference, ready for inference."""
+        """The engine of a role that has a model, ready for inference."""
         from ratchet.rlhf.train.model_engine import WithoutAdapters
 
-        if role == "reference" and self.owner(role) == "actor":
-            return WithoutAdapters(self.model("actor"))
-        return self.model(role)
+        owner = self.owner(role)
+        return self.model(role) if owner == role else WithoutAdapters(self.model(owner))
 
     def model(self, role: str, *, learns: bool = False) -> ModelEngine:
         """The engine of a role's own model, ready for inference, or with `learns` for training and loading."""
@@ -128,14 +128,8 @@ class Engines:
                 rollout.close()
 
     def owner(self, role: str) -> str:
-        """The role whose tensors a role uses: a rollout may share the actor's, and so does the reference of a LoRA
-        actor, which is the actor's base model."""
-        config = self.config
-        actor = config.actor
-        rollout_shares = not config.rollout.engine.own_process and actor.engine.whole_model
-        reference_shares = config.model.lora is not None and config.reference.model is None
-        shares = {"rollout": rollout_shares, "reference": reference_shares}
-        return "actor" if "actor" in self.roles and shares.get(role) else role
+        """The role whose tensors a role uses; see `Role.shares_actor`."""
+        return "actor" if "actor" in self.roles and ROLES[role].shares_actor(self.config) else role
 
     def _engines(self) -> dict[str, MovableEngine]:
         optional = {"rollout": self._rollout, "reward": self._reward_model}
@@ -171,23 +165,26 @@ class Engines:
                 self.team.meet()  # nobody uses the devices of another rank before they are free
 
     def _offloads(self, role: str) -> bool:
-        if role == "ema":  # nothing computes with it
-            return self.config.actor.engine.moves_state
-        trainer = self.config.critic if role == "critic" else self.config.actor
-        return trainer is not None and trainer.offload_when_idle
+        trainer = self.config.trainer_of(role)
+        return trainer.offload_when_idle if ROLES[role].computes else trainer.engine.moves_state
 
     def _build(self, role: str) -> ModelEngine:
         from ratchet.rlhf.train.build import train_engine
 
-        config, seed = self.config, self.config.run.seed
-        if role == "critic":
-            assert config.critic is not None
-            chosen = config.critic_model
-            skeleton = critic_skeleton(chosen, seed)
-            return train_engine(config.critic, skeleton, "value", dtype=chosen.dtype, kernels=chosen.kernels)
-        chosen = config.model_of(role)
-        # in float32 an average takes steps that are too small for bfloat16
-        dtype = "float32" if role == "ema" else chosen.dtype
-        trainable = role == "actor"
-        skeleton = actor_skeleton(chosen.model_copy(update={"dtype": dtype}), seed, trainable=trainable)
-        return train_engine(config.actor, skeleton, "policy", dtype=dtype, kernels=chosen.kernels, trainable=trainable)
+        config, facts = self.config, ROLES[role]
+        model, seed = config.model_of(role), config.run.seed
+        if not facts.computes:  # in float32 an average takes steps that are too small for bfloat16
+            model = model.model_copy(update={"dtype": "float32"})
+        if is_critic(role):
+            skeleton = critic_skeleton(model, seed)
+        else:
+            skeleton = actor_skeleton(model, seed, trainable=facts.learns)
+        assert facts.head is not None, "the rollout has an engine of another kind"
+        return train_engine(
+            config.trainer_of(role),
+            skeleton,
+            facts.head,
+            dtype=model.dtype,
+            kernels=model.kernels,
+            trainable=facts.learns,
+        )

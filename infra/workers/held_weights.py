@@ -5,9 +5,6 @@ from __future__ import annotations
 from ratchet.infra.store.records import Weights
 from ratchet.infra.workers.engines import Engines
 
-WEIGHTS_OF = {"rollout": "actor"}
-"""The rollout generates with the actor's weights: either the same tensors or its own copy."""
-
 
 class WrongPolicyVersion(Exception):
     """The worker does not hold the weights of a call. The caller should load the newest snapshot and replay."""

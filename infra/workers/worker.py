@@ -374,7 +374,7 @@ class Worker:
             self._held.lose(role)
             if stored is not None:
                 self.engines.model(role, learns=True).load_state(stored)
-            elif role != "reference" or self.engines.owner(role) != "actor":
+            elif self.engines.owner(role) == role:
                 self.engines.forget(role)
                 self.engines.model(role)
             self._held.hold(role, weights)

@@ -49,6 +49,11 @@ class Objective(Protocol):
         """Number of consecutive rows that must be in the same micro-batch: 2 for pairs."""
         ...
 
+    @property
+    def prefix(self) -> str:
+        """First part of the names of the metrics, and of those that the engine adds."""
+        ...
+
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
         """Compute a micro-batch's contribution to the loss and metrics of its mini-batch.
 
@@ -82,6 +87,7 @@ class ActorObjective:
     horizon: int | None = None
     """Maximum response length in tokens, for `seq-mean-token-sum-norm`; None: the longest of the mini-batch."""
     together: int = 1
+    prefix: str = "actor"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -160,6 +166,7 @@ class CriticObjective:
     outputs: tuple[str, ...] = ("values",)
     selection: None = None
     together: int = 1
+    prefix: str = "critic"
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
         """Compute the critic's loss and metrics of a micro-batch; see `Objective.__call__`.
@@ -170,7 +177,7 @@ class CriticObjective:
             normalizers: counts over the whole mini-batch.
 
         Returns:
-            The loss and the metrics by name, scalars: `critic/vf_loss`, `critic/vf_clipfrac` and `critic/vpred_mean`.
+            The loss and the metrics by name, scalars: `vf_loss`, `vf_clipfrac` and `vpred_mean` after the prefix.
         """
         mask, predicted = batch["loss_mask"], outputs["values"]
         error = squared = (predicted - batch["returns"]).square()
@@ -179,9 +186,9 @@ class CriticObjective:
             error = squared.maximum((predicted.clamp(low, high) - batch["returns"]).square())
         loss = 0.5 * aggregate(error, mask, self.aggregate, normalizers)
         return loss, {
-            "critic/vf_loss": loss,
-            "critic/vf_clipfrac": masked_mean((error > squared).to(loss.dtype), mask, normalizers),
-            "critic/vpred_mean": masked_mean(predicted, mask, normalizers),
+            f"{self.prefix}/vf_loss": loss,
+            f"{self.prefix}/vf_clipfrac": masked_mean((error > squared).to(loss.dtype), mask, normalizers),
+            f"{self.prefix}/vpred_mean": masked_mean(predicted, mask, normalizers),
         }
 
 
@@ -193,6 +200,7 @@ class SupervisedObjective:
     outputs: tuple[str, ...] = ("log_probs",)
     selection: None = None
     together: int = 1
+    prefix: str = "actor"
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
         """Compute the loss of a micro-batch; see `Objective.__call__`.
@@ -224,6 +232,7 @@ class PreferenceObjective:
     outputs: tuple[str, ...] = ("scores",)
     selection: None = None
     together: int = 2
+    prefix: str = "reward"
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
         """Compute the loss and metrics of a micro-batch of pairs; see `Objective.__call__`.

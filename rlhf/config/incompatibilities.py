@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.engines import FSDPConfig, HFConfig, ServerConfig, VLLMConfig
 from ratchet.rlhf.config.reading import listed, yaml_text
+from ratchet.rlhf.config.roles import ROLES
 
 if TYPE_CHECKING:
     from ratchet.rlhf.config.run import RunConfig
@@ -73,13 +74,14 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             f"critic is null, but algorithm.advantage {config.algorithm.advantage.type} needs values: leave critic "
             "out to get the default one, or choose an advantage without a critic (grpo)"
         )
-    shared = dict.fromkeys(config.frozen_models, config.actor)
     unsupported: dict[str, dict[str, None]] = {}
     """The owners of engine megatron that cannot have a setting, by the setting, which may be of a model of both."""
     uncompiled: dict[str, dict[str, None]] = {}
     """What does not work with compiled kernels, by the model."""
-    for role, trainer in (config.trainers | shared).items():
-        owner = "actor" if role in shared else role  # whose keys they are
+    for role in config.readers:
+        owner, trainer = ROLES[role].section, ROLES[role].trainer(config)
+        if trainer is None:
+            continue
         pool = config.pool_of(role)
         workers = 1 if pool is None else config.pools[pool].workers
         engine = trainer.engine
@@ -90,15 +92,14 @@ def incompatible(config: RunConfig) -> Iterator[str]:
                     f"the {role} ({workers}): change one of them"
                 )
         model = config.model_of(role)
-        own = {"critic": config.critic and config.critic.model, "reference": config.reference.model}.get(role)
-        model_key = "teacher" if role == "teacher" else "model" if own is None else f"{role}.model"
+        model_key = "model" if ROLES[role].own_model(config) is None else ROLES[role].model_key
         if engine.own_layers:
             for key in _beyond_own_layers(owner, trainer, model_key, model):
                 unsupported.setdefault(key, {})[owner] = None
         elif model.kernels == "compile" and not engine.compiles:
             conflict = "engine.tensor_parallel" if engine.matrices_are_split else f"engine {engine.type}"
             uncompiled.setdefault(model_key, {})[f"{owner}.{conflict}"] = None
-        if engine.matrices_are_split and (config.critic_model if role == "critic" else config.model).lora is not None:
+        if engine.matrices_are_split and model.lora is not None:
             yield f"{owner}.engine.tensor_parallel does not work with model.lora: remove one of them"
         if isinstance(engine, FSDPConfig) and engine.shard_size is not None and workers % engine.shard_size:
             yield (
@@ -139,9 +140,10 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             f"critic.warmup_iterations is set, but algorithm.advantage {config.algorithm.advantage.type} has no "
             "critic: remove it, or choose an advantage with a critic (gae)"
         )
-    for model in (config.model, config.critic_model, config.reference_model, *config.frozen_models.values()):
+    for role, model in config.models.items():
         if model.attention.startswith("flash") and model.dtype == "float32":
-            yield f"model.attention {model.attention} computes in 16 bits: set model.dtype bfloat16, or use sdpa"
+            key = "model" if ROLES[role].own_model(config) is None else ROLES[role].model_key
+            yield f"{key}.attention {model.attention} computes in 16 bits: set {key}.dtype bfloat16, or use sdpa"
     if config.reference.model is not None and config.reference.model.lora is not None:
         yield "reference.model.lora is set, but the reference does not learn: remove it"
     yield from _teacher_fits(config)

@@ -13,6 +13,7 @@ from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.engines import ENGINES, RolloutEngineConfig
 from ratchet.rlhf.config.incompatibilities import incompatible
 from ratchet.rlhf.config.reading import overridden, read_yaml, set_value, validated, write_out
+from ratchet.rlhf.config.roles import ROLES, PlacedRole
 from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section
 from ratchet.rlhf.config.sections import (
     ActorConfig,
@@ -24,7 +25,6 @@ from ratchet.rlhf.config.sections import (
     PoolConfig,
     ReferenceConfig,
     RewardConfig,
-    Role,
     RolloutConfig,
     RunSection,
     Tracker,
@@ -74,7 +74,7 @@ class RunConfig(Section):
     pools: Annotated[dict[str, PoolConfig], NULL_IS_OFF] = Field(
         {}, description="worker groups on Ray, by name; {}: everything runs in the driver's process"
     )
-    placement: Literal["colocated", "separate"] | dict[Role, str] = Field(
+    placement: Literal["colocated", "separate"] | dict[PlacedRole, str] = Field(
         "colocated",
         description="pool of each role: colocated (all in the only pool), separate (the pool with the role's name) or "
         "a mapping of roles to pools",
@@ -136,24 +136,13 @@ class RunConfig(Section):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that have a model."""
-        has = {
-            "critic": self.needs_critic,
-            "reference": self.needs_reference,
-            "teacher": "teacher" in self.frozen_models,
-            "ema": "ema" in self.averages,
-            "reward": self.reward.model is not None,
-        }
-        return ("actor", *(role for role, exists in has.items() if exists), "rollout")
+        """The roles of the run, in the order of `ROLES`."""
+        return tuple(name for name, role in ROLES.items() if role.exists(self))
 
     @property
     def averages(self) -> tuple[str, ...]:
         """Roles whose weights follow the actor's."""
-        if not self.train.updates:
-            return ()
-        moves = self.needs_reference and self.reference.sync_every is not None
-        averaged = self.actor.ema_decay is not None
-        return (*(("reference",) if moves else ()), *(("ema",) if averaged else ()))
+        return tuple(name for name in self.roles if ROLES[name].follows(self)) if self.train.updates else ()
 
     def syncs_reference(self, iteration: int) -> bool:
         """Whether the reference follows the actor at the end of an iteration."""
@@ -163,36 +152,34 @@ class RunConfig(Section):
     @property
     def trainers(self) -> dict[str, TrainerConfig]:
         """The trainer config of each role that learns."""
-        critic = {"critic": self.critic} if self.needs_critic and self.critic is not None else {}
-        return {"actor": self.actor, **critic}
+        learners = {name: ROLES[name].trainer(self) for name in self.roles if ROLES[name].learns}
+        return {name: trainer for name, trainer in learners.items() if trainer is not None}
 
-    @property
-    def critic_model(self) -> ModelConfig:
-        return self.model if self.critic is None or self.critic.model is None else self.critic.model
-
-    @property
-    def reference_model(self) -> ModelConfig:
-        """The reference, or the actor's model without adapters: LoRA adapters start at zero."""
-        return self.reference.model or self.model.model_copy(update={"lora": None})
-
-    @property
-    def frozen_models(self) -> dict[str, ModelConfig]:
-        """The models that read the policy's trajectories and learn nothing, by role."""
-        models = {"reference": self.reference_model} if self.needs_reference else {}
-        if self.teacher is not None and self.algorithm.distillation is not None:
-            models["teacher"] = self.teacher
-        return models
+    def trainer_of(self, role: str) -> TrainerConfig:
+        """The section whose engine computes a role that exists."""
+        trainer = ROLES[role].trainer(self)
+        assert trainer is not None
+        return trainer
 
     def model_of(self, role: str) -> ModelConfig:
-        """The model that a role began as."""
-        return {"critic": self.critic_model, **self.frozen_models}.get(role, self.model)
+        """The model that a role begins as."""
+        return ROLES[role].own_model(self) or ROLES[role].default_model(self)
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The models that the run begins with, by role."""
+        return {role: self.model_of(role) for role in self.roles if ROLES[role].head is not None}
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Roles whose models read the policy's trajectories as the tokens that they are."""
+        return tuple(role for role in self.roles if ROLES[role].has_versions and ROLES[role].computes)
 
     def pool_of(self, role: str) -> str | None:
         """Name of the pool that serves a role, or None for the driver's own process."""
         if not self.pools:
             return None
-        if role == "ema":
-            role = "actor"  # whose weights it reads
+        role = ROLES[role].placed_with or role
         if isinstance(self.placement, dict):
             return self.placement.get(role)  # type: ignore[call-overload, no-any-return]
         return role if self.placement == "separate" else next(iter(self.pools))
@@ -246,8 +233,8 @@ class RunConfig(Section):
     @property
     def trained(self) -> tuple[str, ...]:
         """Roles whose weights an iteration commits, updated or unchanged."""
-        critic = ("critic",) if self.needs_critic and self.train.updates else ()
-        return ("actor", *critic, *self.averages)
+        learners = tuple(role for role in self.roles if ROLES[role].learns)
+        return (*learners, *self.averages) if self.train.updates else ("actor",)
 
     @property
     def needs_old_log_probs(self) -> bool:

@@ -824,4 +824,3 @@ class PoolConfig(Section):
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-Role = Literal["actor", "critic", "reference", "teacher", "reward", "rollout"]

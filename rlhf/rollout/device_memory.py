@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 
@@ -34,21 +35,18 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
     """
     held: dict[str, float] = {}
     for role, count in parameters.items():
-        trainer = config.critic if role == "critic" and config.critic is not None else config.actor
+        facts, trainer, model = ROLES[role], config.trainer_of(role), config.model_of(role)
         if trainer.offload_when_idle and not idle:
             continue
-        if role == "reward":
-            assert config.reward.model is not None
-            held["weights of the reward model"] = count * _width(config.reward.model)
-        elif role == "ema":
-            held["weights of the ema (host memory)"] = 4 * count
-        elif role in ("reference", "teacher"):
-            is_base = role == "reference" and config.model.lora is not None and config.reference.model is None
-            if not is_base:  # of the actor's adapters, whose tensors it uses
+        if facts.head == "reward":
+            held["weights of the reward model"] = count * _width(model)
+        elif not facts.computes:
+            held[f"weights of the {role} (host memory)"] = 4 * count
+        elif not facts.learns:
+            if not facts.shares_actor(config):
                 share = trainer.engine.frozen_share(ranks)
-                held[f"weights of the {role}"] = share * count * _width(config.model_of(role))
+                held[f"weights of the {role}"] = share * count * _width(model)
         else:
-            model = config.critic_model if role == "critic" else config.model
             learned = 0 if model.lora is not None else count  # adapters do not count
             moments = 4 * len(trainer.optimizer.state) * learned
             held_weights, state = trainer.engine.held(count, learned, moments, _width(model), ranks)
@@ -69,8 +67,7 @@ def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> d
     """
     held: dict[str, float] = {}
     for role, trainer in config.trainers.items():
-        model = config.critic_model if role == "critic" else config.model
-        if role in parameters and model.lora is None:
+        if role in parameters and config.model_of(role).lora is None:
             held[f"gradients of the {role}"] = 4 * parameters[role] * trainer.engine.gradient_share(ranks)
     return held
 
@@ -137,9 +134,8 @@ def check_config(config: RunConfig, vllm: VLLMConfig, roles: Iterable[str], tota
     Raises:
         UserError: it does not.
     """
-    models = {"actor": config.model, "critic": config.critic_model, **config.frozen_models}
-    models |= {} if config.reward.model is None else {"reward": config.reward.model}
-    counts = {role: parameter_count(model_folder(models[role])) for role in roles if role in models}
+    models = {role: model for role, model in config.models.items() if role in roles}
+    counts = {role: parameter_count(model_folder(model)) for role, model in models.items()}
     pool = config.pool_of("rollout")
     ranks = 1 if pool is None else config.pools[pool].workers
     check_fits(vllm.gpu_memory_utilization, total, resident(config, counts, ranks))

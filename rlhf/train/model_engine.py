@@ -329,7 +329,8 @@ class ModelEngine(InferenceEngine, ABC):
             )
             if router is not None and balance is not None:
                 balance = balance * (int(micro.copies.sum()) / tokens)
-                loss, metrics = loss + router.coefficient * balance, {**metrics, f"actor/{ROUTER_LOSS}": balance}
+                loss = loss + router.coefficient * balance
+                metrics = {**metrics, f"{objective.prefix}/{ROUTER_LOSS}": balance}
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(
                     value.detach() if len(rows) and self.counts else 0
@@ -345,8 +346,7 @@ class ModelEngine(InferenceEngine, ABC):
         )
         norm = self._step(plan)
         self.steps += 1
-        prefix = {"policy": "actor", "value": "critic", "reward": "reward"}[self.head]
-        return self._summed(sums) | {f"{prefix}/grad_norm": norm}
+        return self._summed(sums) | {f"{objective.prefix}/grad_norm": norm}
 
     def _accumulate(
         self,

@@ -26,7 +26,7 @@ def teacher_log_probs(context: Context[TeacherLogProbsConfig]) -> ShardOutput[Sh
 
 
 def exists(config: RunConfig) -> bool:
-    return config.train.updates and "teacher" in config.frozen_models
+    return config.train.updates and "teacher" in config.roles
 
 
 TEACHER_LOG_PROBS = RowsStage(

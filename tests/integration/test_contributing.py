@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForTokenClassification
 
 from ratchet.infra.runs.run import open_run
+from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.rewards.functions import Reward, Score
 from ratchet.rlhf.rewards.registry import load_reward
 from tests import tiny
@@ -25,11 +27,10 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def example(heading: str) -> str:
-    """The first block of Python under a heading."""
-    found = re.search(rf"### {heading}\n.*?```python\n(.*?)```", TEXT, re.DOTALL)
-    assert found is not None
-    return found[1]
+def example(heading: str, block: int = 0) -> str:
+    """A block of Python under a heading."""
+    section = TEXT.split(f"### {heading}\n")[1].split("\n### ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[block]
 
 
 @pytest.mark.promise
@@ -58,7 +59,7 @@ def test_an_advantage_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     sys.modules.pop("my_advantages")
 
 
-# A custom stage, in a copy of Ratchet.
+# A stage and a model, in a copy of Ratchet.
 
 
 def start_ratchet(folder: Path, *arguments: object) -> subprocess.Popen[str]:
@@ -75,7 +76,7 @@ def start_ratchet(folder: Path, *arguments: object) -> subprocess.Popen[str]:
 
 
 class Copy:
-    """Ratchet with the stage of CONTRIBUTING.md."""
+    """A copy of Ratchet to edit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,12 +84,23 @@ class Copy:
             shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(ROOT / "src", folder / "src", symlinks=True)
         (folder / "tests").mkdir()
-        shutil.copy(ROOT / "tests" / "rewards.py", folder / "tests")
-        (folder / "tasks" / "stages" / "budget.py").write_text(example("A stage"))
-        pipeline = folder / "tasks" / "pipeline.py"
-        text = pipeline.read_text().replace("    GENERATE,\n", "    GENERATE,\n    BUDGET,\n")
-        first = "from ratchet.tasks.stage"
-        pipeline.write_text(text.replace(first, f"from ratchet.tasks.stages.budget import BUDGET\n{first}", 1))
+        for rewards in (ROOT / "tests").glob("rewards*.py"):
+            shutil.copy(rewards, folder / "tests")
+
+    def insert(self, path: str, before: str, text: str) -> None:
+        old = (self.folder / path).read_text()
+        assert before in old
+        (self.folder / path).write_text(old.replace(before, text + before, 1))
+
+    def add_stage(self, name: str, code: str, before: str) -> None:
+        """Write the stage's file, and the two lines of `pipeline.py`."""
+        (self.folder / "tasks" / "stages" / f"{name}.py").write_text(code)
+        self.insert(
+            "tasks/pipeline.py",
+            "from ratchet.tasks.stages.",
+            f"from ratchet.tasks.stages.{name} import {name.upper()}\n",
+        )
+        self.insert("tasks/pipeline.py", f"    {before},\n", f"    {name.upper()},\n")
 
     def ratchet(self, *arguments: object) -> subprocess.Popen[str]:
         return start_ratchet(self.folder, *arguments)
@@ -98,6 +110,20 @@ class Copy:
         text, _ = process.communicate(timeout=600)
         assert process.returncode == 0, text
         return text
+
+    def train_until(self, config: RunConfig, committed: str) -> None:
+        """Train until the log has a commit, then kill the driver."""
+        path = self.folder.parent / "config.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        log = Path(config.run.store.removeprefix("file://"), config.run.name, "log")
+        driver = self.ratchet("train", path)
+        deadline = time.monotonic() + 600
+        while not any(committed in record.read_text() for record in log.glob("0*.json")):
+            assert driver.poll() is None, driver.communicate()[0]
+            assert time.monotonic() < deadline, f"there is no commit {committed}"
+            time.sleep(0.02)
+        os.killpg(driver.pid, signal.SIGKILL)
+        driver.communicate()
 
 
 @pytest.fixture
@@ -109,24 +135,15 @@ def test_a_stage(
     copy: Copy, workspace: Path, tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file and one line: it is trained with, killed, resumed, forked at, replayed, and shows its metrics."""
+    copy.add_stage("budget", example("A stage"), before="REWARD_MODEL")
     store = ("--store", f"file://{tmp_path}/runs")
     reward = {"function": "tests.rewards_of_responses:held_letters", "timeout_s": 600}
     config = tiny.config(workspace, run__name="mine", run__store=store[1], reward=reward)
     hold = tmp_path / "hold"  # no iteration ends as long as it exists
     hold.touch()
     monkeypatch.setenv("HOLD", str(hold))
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     folder = tmp_path / "runs" / "mine"
-
-    driver = copy.ratchet("train", path)
-    deadline = time.monotonic() + 600
-    while not any('"iteration":0,"stage":"budget"' in record.read_text() for record in folder.glob("log/0*.json")):
-        assert driver.poll() is None, driver.communicate()[0]
-        assert time.monotonic() < deadline, "the stage does not commit"
-        time.sleep(0.02)
-    os.killpg(driver.pid, signal.SIGKILL)
-    driver.communicate()
+    copy.train_until(config, '"iteration":0,"stage":"budget"')
     hold.unlink()
 
     without_stage = start_ratchet(ROOT, "resume", "mine", *store)
@@ -149,3 +166,27 @@ def test_a_stage(
     assert "budget" not in child.state.stages
     copy.says("resume", "child", *store)
     assert len(open_run(f"file://{tmp_path}/runs/child").metrics()["budget/used"]) == config.train.iterations
+
+
+def test_a_second_critic(copy: Copy, workspace: Path, tmp_path: Path, prefect_server: str) -> None:
+    """A row and a stage: it learns as the critic does, is killed, restored by replays, replayed and exported."""
+    row, stage = example("A trained model", 0), example("A trained model", 1)
+    copy.insert("rlhf/config/roles.py", '    "reference": Role(\n', row)
+    copy.add_stage("update_twin", stage, before="UPDATE_ACTOR")
+    store = ("--store", f"file://{tmp_path}/runs")
+    values = {"run__store": store[1], "reward__function": "tests.rewards:letters", "critic__cliprange_value": None}
+    config = tiny.config(workspace, run__name="twins", train__iterations=3, checkpoint__every=100, **values)
+    copy.train_until(config, '"iteration":1,"stage":"update_twin"')
+    copy.says("resume", "twins", *store)
+
+    run = open_run(f"{store[1]}/twins")
+    assert run.state.weights["twin"].version == 3
+    # both began as the same model, and learned from the same returns, but in an order of their own
+    metrics = run.metrics()
+    assert metrics["twin/vf_loss"].between(0.5 * metrics["critic/vf_loss"], 2 * metrics["critic/vf_loss"]).all()
+    assert (metrics["twin/grad_norm"] > 0).all()
+    assert run.state.weights["twin"].digest != run.state.weights["critic"].digest
+    assert "update_twin: the same" in copy.says("replay", "twins", *store, "--iteration", 2)
+    copy.says("export", "twins", tmp_path / "exported", *store, "--role", "twin")
+    assert "This is the second value model of the run" in (tmp_path / "exported" / "README.md").read_text()
+    assert AutoModelForTokenClassification.from_pretrained(tmp_path / "exported").config.num_labels == 1

@@ -229,7 +229,7 @@ def test_a_critic_has_a_card_of_its_own(exported: Callable[..., Path]) -> None:
     folder = exported("--role", "critic")
     card = ModelCard.load(folder / "README.md")
     assert card.data.pipeline_tag == "token-classification"
-    assert "critic, which estimates the return of each token" in card.text
+    assert "This is the value model" in card.text
     assert "AutoModelForTokenClassification" in card.text
     assert AutoModelForTokenClassification.from_pretrained(folder).config.num_labels == 1
 

@@ -11,6 +11,7 @@ from ratchet.infra.execution.preflight.packages import is_installed
 from ratchet.infra.progress import note
 from ratchet.rlhf.config import ModelConfig, RunConfig
 from ratchet.rlhf.config.engines import MegatronConfig, VLLMConfig
+from ratchet.rlhf.config.roles import ROLES, is_critic
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.hf_configs import (
     attention_heads,
@@ -30,22 +31,26 @@ LONGEST_MASK = 32_768
 
 def check_models(config: RunConfig) -> None:
     """Check the files of the models, their architectures, and that they can read the trajectories."""
-    models = {"model": config.model, "critic.model": config.critic_model, "reference.model": config.reference_model}
-    others = {"reward.model": config.reward.model, "teacher": config.teacher}
-    for key, model in (models | {key: model for key, model in others.items() if model is not None}).items():
-        check_weights(model_folder(model, key), key)
-        say_attention(model)
+    for role in ROLES.values():
+        if (model := role.own_model(config)) is not None:
+            check_weights(model_folder(model, role.model_key), role.model_key)
+            say_attention(model)
+    readers = [config.model_of(role) for role in config.readers]
+    critics = [role for role in config.readers if is_critic(role)]
     check_all(
         partial(check_architecture, config.model, "model", is_critic=False),
         partial(_check_heads, config),
         partial(_check_heads_of_vllm, config),
-        *(partial(_check_megatron, config, role) for role in (*config.trainers, *config.frozen_models)),
+        *(partial(_check_megatron, config, role) for role in config.readers),
         *(partial(_check_packing, config, owner) for owner in config.trainers),
         partial(_check_vocabulary, config),
         partial(check_lengths, config),
-        partial(check_embeddings, config.model, *_readers(config)),
+        partial(check_embeddings, config.model, *readers),
         *([] if config.reward.model is None else [partial(check_embeddings, config.reward.model, config.reward.model)]),
-        *([partial(check_architecture, config.critic_model, "critic.model", is_critic=True)] * config.needs_critic),
+        *(
+            partial(check_architecture, config.model_of(role), ROLES[role].model_key, is_critic=True)
+            for role in critics
+        ),
     )
 
 
@@ -95,11 +100,10 @@ def _check_packing(config: RunConfig, owner: str) -> None:
     trainer = config.trainers[owner]
     if trainer.packing is not True or trainer.micro_batch_tokens <= LONGEST_MASK:
         return
-    frozen = config.frozen_models if owner == "actor" else {}  # which are computed as the actor says
-    models = {owner: config.model_of(owner)} | {role: config.model_of(role) for role in frozen}
+    computed = {role: config.model_of(role) for role in config.readers if ROLES[role].section == owner}
     masked = [
         role
-        for role, model in models.items()
+        for role, model in computed.items()
         if attention_of(model)[0] == "eager"
         or (model.attention == "sdpa" and attention_kinds(text_config(model)) != {"full_attention"})
     ]
@@ -116,8 +120,7 @@ def _check_megatron(config: RunConfig, role: str) -> None:
     """Check that Megatron can split a model as the trainer whose engine it has says."""
     from ratchet.rlhf.models.megatron_layout import Place, refusal
 
-    owner = "critic" if role == "critic" else "actor"
-    engine = config.trainers[owner].engine
+    owner, engine = ROLES[role].section, config.trainer_of(role).engine
     if isinstance(engine, MegatronConfig):
         place = Place(tensors=engine.tensor_parallel, stages=engine.pipeline_parallel, experts=engine.expert_parallel)
         if reason := refusal(text_config(config.model_of(role)), place):
@@ -136,11 +139,6 @@ def _check_vocabulary(config: RunConfig) -> None:
         )
 
 
-def _readers(config: RunConfig) -> list[ModelConfig]:
-    """The models that read the policy's tokens."""
-    return [config.model, *([config.critic_model] * config.needs_critic), *config.frozen_models.values()]
-
-
 def check_lengths(config: RunConfig) -> None:
     """Check that the models can read a longest prompt with its longest response.
 
@@ -148,7 +146,8 @@ def check_lengths(config: RunConfig) -> None:
         UserError: one cannot; a line for each model.
     """
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    limits = {model.path: longest_sequence(model) for model in _readers(config)}
+    models = [config.model_of(role) for role in config.readers]
+    limits = {model.path: longest_sequence(model) for model in models}
     refuse(
         f"data.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} is {prompt + response}, but "
         f"{path} reads at most {limit} tokens (max_position_embeddings in its config.json): lower one of them"

@@ -18,7 +18,7 @@ def check_packages(config: RunConfig) -> None:
     """
     engines = {trainer.engine.type: trainer.engine for trainer in config.trainers.values()}
     rollout = config.rollout.engine
-    adapts = config.model.lora is not None or config.critic_model.lora is not None
+    adapts = any(model.lora is not None for model in config.models.values())
     without_gpu = list(_without_gpu(config))
     mistakes, unusable = [mistake for _, mistake in without_gpu], {package for package, _ in without_gpu}
     for key, asked, package, extra in (
@@ -65,8 +65,7 @@ def _without_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _has_liger(config: RunConfig) -> bool:
-    models = (config.model, config.critic_model, config.reference_model, *config.frozen_models.values())
-    return any(model.kernels == "liger" for model in models)
+    return any(model.kernels == "liger" for model in config.models.values())
 
 
 def _trains_on_gpus(config: RunConfig) -> bool:

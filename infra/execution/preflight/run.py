@@ -14,6 +14,7 @@ from ratchet.infra.progress import note
 from ratchet.infra.store.records import Claim, RunState
 from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.config import RunConfig, differences, stored_config, yaml_text
+from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.errors import UserError, counted
 
 
@@ -63,12 +64,11 @@ def check_run(
 
 def other_averages(before: RunConfig, config: RunConfig, iteration: int) -> list[str]:
     """Refuse a config in which other weights follow the actor than in the iterations that a run has with `before`."""
-    keys = {"reference": "reference.sync_every", "ema": "actor.ema_decay"}
     return [
-        f"{key} can be set or removed only before the first iteration, because the average begins there: start "
-        "a new run, or `ratchet fork RUN --at 0 --run NEW`"
-        for role, key in keys.items()
-        if iteration and (role in before.averages) != (role in config.averages)
+        f"{role.follow_key} can be set or removed only before the first iteration, because the average begins there: "
+        "start a new run, or `ratchet fork RUN --at 0 --run NEW`"
+        for name, role in ROLES.items()
+        if iteration and (name in before.averages) != (name in config.averages)
     ]
 
 
