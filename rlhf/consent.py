@@ -21,7 +21,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.custom_code import code_files, code_names
 from ratchet.rlhf.models.model_folders import model_folder
@@ -149,10 +148,7 @@ def _code_of(config: RunConfig) -> list[Code]:
 
 def _models_with_code(config: RunConfig) -> dict[str, ModelConfig]:
     """The models that may bring code, whatever path they have, by the key that says so."""
-    models = {role.model_key: role.own_model(config) for role in ROLES.values()}
-    return {
-        f"{key}.{REMOTE_CODE}": model for key, model in models.items() if model is not None and model.trust_remote_code
-    }
+    return {f"{key}.{REMOTE_CODE}": model for key, model in config.named_models.items() if model.trust_remote_code}
 
 
 def _of_package(name: str, options: Mapping[str, object]) -> str:

@@ -112,7 +112,7 @@ ROLES: dict[str, Role] = {
         head="reward",
     ),
     "rollout": Role(
-        own_model=lambda config: None,
+        own_model=lambda config: config.model,
         head=None,
         shares_actor=lambda config: not config.rollout.engine.own_process and config.actor.engine.whole_model,
     ),

@@ -166,6 +166,12 @@ class RunConfig(Section):
         return ROLES[role].own_model(self) or ROLES[role].default_model(self)
 
     @property
+    def named_models(self) -> dict[str, ModelConfig]:
+        """The models that the config names, also those of roles that it does not have, by key."""
+        models = {role.model_key: role.own_model(self) for role in ROLES.values()}
+        return {key: model for key, model in models.items() if model is not None}
+
+    @property
     def models(self) -> dict[str, ModelConfig]:
         """The models that the run begins with, by role."""
         return {role: self.model_of(role) for role in self.roles if ROLES[role].head is not None}

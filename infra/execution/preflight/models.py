@@ -31,10 +31,9 @@ LONGEST_MASK = 32_768
 
 def check_models(config: RunConfig) -> None:
     """Check the files of the models, their architectures, and that they can read the trajectories."""
-    for role in ROLES.values():
-        if (model := role.own_model(config)) is not None:
-            check_weights(model_folder(model, role.model_key), role.model_key)
-            say_attention(model)
+    for key, model in config.named_models.items():
+        check_weights(model_folder(model, key), key)
+        say_attention(model)
     readers = [config.model_of(role) for role in config.readers]
     critics = [role for role in config.readers if is_critic(role)]
     check_all(
