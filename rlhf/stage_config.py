@@ -1,11 +1,10 @@
 """The keys of the run's config that a stage depends on.
 
-A stage declares a model whose fields name keys of the config:
+A stage declares a model whose fields name keys and sections of the config:
 
-    class ScoreConfig(StageConfig):
-        timeout_s: float = key("reward.timeout_s")
-        workers: int = key("reward.workers", operational=True)
-        judge: JudgeConfig | None = section("reward.judge")
+    class UpdateCriticConfig(StageConfig):
+        seed: int = key("run.seed")
+        trainer: UpdateConfig = section("critic")
 
 The stage can read no other part of the config. The values are committed with the stage's output. If a key that is not
 operational has another value later, the committed output is out of date.
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.fields import FieldInfo
@@ -46,27 +45,17 @@ def section(path: str) -> Any:
 
 
 class StageConfig(BaseModel):
-    """The part of a run's config that a stage depends on.
-
-    A field is a `key`, a `section`, or a group of keys: another `StageConfig`, None if its section is null.
-    """
+    """The part of a run's config that a stage depends on. Each field is a `key` or a `section`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-    section: ClassVar[str] = ""
-    """Section of the run's config that the keys are relative to; empty: the keys are absolute."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         """The stage's part of a run's config."""
         fields: dict[str, object] = {}
         for name, field in cls.model_fields.items():
-            if (part := _part(field)) is not None:
-                fields[name] = part.of(config)
-            elif (group := _group(field)) is None:
-                fields[name] = _value(config, cls._path(field))
-            else:
-                is_null = group.section and _value(config, group.section) is None
-                fields[name] = None if is_null else group.of(config)
+            part = _part(field)
+            fields[name] = _value(config, str(_extra(field)["key"])) if part is None else part.of(config)
         return cls.model_validate(fields)
 
     @classmethod
@@ -75,15 +64,8 @@ class StageConfig(BaseModel):
         for field in cls.model_fields.values():
             if (part := _part(field)) is not None:
                 yield from part.keys(operational)
-            elif (group := _group(field)) is not None:
-                yield from group.keys(operational=operational)
             elif operational in (None, _extra(field)["operational"]):
-                yield cls._path(field)
-
-    @classmethod
-    def _path(cls, field: FieldInfo) -> str:
-        name = str(_extra(field)["key"])
-        return f"{cls.section}.{name}" if cls.section else name
+                yield str(_extra(field)["key"])
 
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, JsonValue]:
@@ -116,15 +98,10 @@ class StageConfig(BaseModel):
 
     @classmethod
     def _section_changes(cls, tree: Mapping[str, Any], config: RunConfig) -> list[str]:
-        """Lines for groups of keys whose section was null and is not any more, or the reverse."""
+        """Lines for sections that were null and are not any more, or the reverse."""
         lines: list[str] = []
-        for field in cls.model_fields.values():
-            group, part = _group(field), _part(field)
-            if group is not None:
-                lines += group._section_changes(tree, config)
-            path = part.path if part is not None else group.section if group is not None else ""
-            if not path:
-                continue
+        for part in filter(None, map(_part, cls.model_fields.values())):
+            path = part.path
             before, now = _lookup(tree, path, PydanticUndefined), _value(config, path)
             if before is not PydanticUndefined and (before is None) != (now is None):
                 states = ["null" if value is None else "set" for value in (before, now)]
@@ -163,11 +140,6 @@ def _part(field: FieldInfo) -> _Part | None:
 def _extra(field: FieldInfo) -> dict[str, Any]:
     assert isinstance(field.json_schema_extra, dict), "a field of a stage's config is made by `key`"
     return field.json_schema_extra
-
-
-def _group(field: FieldInfo) -> type[StageConfig] | None:
-    options = (field.annotation, *get_args(field.annotation))
-    return next((option for option in options if isinstance(option, type) and issubclass(option, StageConfig)), None)
 
 
 def _json(value: Any) -> Any:
@@ -216,7 +188,7 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
         return []
     comparable = isinstance(before, dict) and isinstance(now, BaseModel)
     if not comparable or before.get("type", after.get("type")) != after.get("type"):  # type: ignore[union-attr]
-        return [f"{path}: {_short(before)} -> {_short(after)}"]
+        return [f"{path}: {_short(before, other=after)} -> {_short(after, other=before)}"]
     lines: list[str] = []
     operational = now.operational if isinstance(now, Section) else frozenset()
     for name, field in type(now).model_fields.items():
@@ -227,8 +199,8 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
     return lines
 
 
-def _short(value: JsonValue) -> str:
-    """A short text for a value: an algorithm as its type, None as null."""
-    if isinstance(value, dict) and "type" in value:
-        return str(value["type"])
+def _short(value: JsonValue, other: JsonValue) -> str:
+    """A short text for a value: an algorithm as its type, None as null, a section that was null before as set."""
+    if isinstance(value, dict) and ("type" in value or other is None):
+        return str(value.get("type", "set"))
     return "null" if value is None else str(value)

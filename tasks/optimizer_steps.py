@@ -8,11 +8,9 @@ import numpy as np
 
 from ratchet.infra.workers.calls import C, Context
 from ratchet.rlhf.algorithms.objectives import Objective
-from ratchet.rlhf.algorithms.optimizers import Optimizer
 from ratchet.rlhf.batch import TrajectoryBatch
-from ratchet.rlhf.config import LRScheduleConfig
+from ratchet.rlhf.config.sections import UpdateConfig
 from ratchet.rlhf.seeding import generator
-from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.learning_rate import learning_rate
 from ratchet.rlhf.train.performance import utilization
@@ -22,28 +20,8 @@ STEPS = 4
 """Optimizer steps of a pass over an iteration, by default."""
 
 
-class TrainerStageConfig(StageConfig):
-    """The keys of a trainer's section that an update depends on."""
-
-    lr: float = key("lr")
-    lr_schedule: LRScheduleConfig = key("lr_schedule")
-    optimizer: Optimizer = key("optimizer")
-    ppo_epochs: int = key("ppo_epochs")
-    mini_batch_trajectories: int | None = key("mini_batch_trajectories")
-    grad_clip: float | None = key("grad_clip")
-    micro_batch_tokens: int = key("micro_batch_tokens", operational=True)
-
-
-class ActorStageConfig(TrainerStageConfig):
-    section = "actor"
-
-
-class CriticStageConfig(TrainerStageConfig):
-    section = "critic"
-
-
 def optimizer_steps(
-    context: Context[C], trainer: TrainerStageConfig, seed: int, *, temperature: float, skipped: int = 0
+    context: Context[C], trainer: UpdateConfig, seed: int, *, temperature: float, skipped: int = 0
 ) -> OptimizerPlan:
     """Split the trajectories into shuffled mini-batches.
 

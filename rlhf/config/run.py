@@ -21,7 +21,9 @@ from ratchet.rlhf.config.sections import (
     CheckpointConfig,
     CriticConfig,
     DataConfig,
+    JudgeConfig,
     ModelConfig,
+    PartnerConfig,
     PoolConfig,
     ReferenceConfig,
     RewardConfig,
@@ -45,13 +47,10 @@ LEARNED: dict[str, bool | set[str]] = {
 """Sections that say what a run learns from; models are compared by their files instead."""
 HOW_COMPUTED: dict[str, dict[str, bool | set[str]]] = {
     "reward": {
-        **dict.fromkeys(("timeout_s", "on_error", "max_error_share", "workers", "concurrency", "allow_code"), True),
-        "judge": {"url", "retries", "api_key_env"},
+        **dict.fromkeys((*RewardConfig.operational, "timeout_s", "on_error"), True),
+        "judge": {*JudgeConfig.operational},
     },
-    "rollout": {
-        "environment": {"timeout_s", "on_error", "max_error_share", "concurrency"},
-        "agent": {"host", "timeout_s", "on_error", "max_error_share"},
-    },
+    "rollout": {key: {*PartnerConfig.operational, "on_error"} for key in ("environment", "agent")},
 }
 """Keys of these sections that only say how it is computed."""
 

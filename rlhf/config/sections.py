@@ -170,7 +170,29 @@ ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv
 """Endings of the names of data files."""
 
 
-class DataConfig(Section):
+class PromptConfig(Section):
+    """How a row of the dataset becomes a prompt."""
+
+    max_prompt_tokens: int = Field(
+        512, gt=0, description="longest prompt in tokens, including the chat template (verl)"
+    )
+    truncation: Literal["error", "left", "right", "middle", "drop"] = Field(
+        "error",
+        description="prompts that are too long: stop with an error, cut the left, right or middle, or drop them",
+    )
+    system_prompt: str | None = Field(None, description="system message for prompts that have none")
+    special_tokens: SpecialTokens = Field(
+        "split",
+        description="special tokens that prompts, environments and agents spell, such as the end of a turn: text like "
+        "any other (split), or control tokens like the chat template's (keep)",
+    )
+
+
+class DrawingConfig(Section):
+    """Which prompts an iteration draws."""
+
+    operational = frozenset(("train",))  # the dataset's digest covers the content of the files
+
     train: OneOrMore[str] = Field(
         min_length=1,
         description="prompt files (Parquet, Arrow, JSON or CSV, any fsspec URL), or local folders of datasets "
@@ -190,21 +212,11 @@ class DataConfig(Section):
     prompts_per_iteration: int = Field(
         64, gt=0, description="prompts per iteration (ours: for one GPU; verl and OpenRLHF have 1,024)"
     )
-    max_prompt_tokens: int = Field(
-        512, gt=0, description="longest prompt in tokens, including the chat template (verl)"
-    )
+
+
+class DataConfig(PromptConfig, DrawingConfig):
     generations: str | None = Field(
         None, description="URL of a run whose generations are used instead of new ones; null: generate"
-    )
-    truncation: Literal["error", "left", "right", "middle", "drop"] = Field(
-        "error",
-        description="prompts that are too long: stop with an error, cut the left, right or middle, or drop them",
-    )
-    system_prompt: str | None = Field(None, description="system message for prompts that have none")
-    special_tokens: SpecialTokens = Field(
-        "split",
-        description="special tokens that prompts, environments and agents spell, such as the end of a turn: text like "
-        "any other (split), or control tokens like the chat template's (keep)",
     )
 
     @model_validator(mode="after")
@@ -232,7 +244,16 @@ TOOLS = "tools"
 OnError = Literal["retry", "drop", "fail"]
 
 
-class PartnerConfig(Section):
+class FallibleConfig(Section):
+    """Code that a run calls for each trajectory, and that may fail or hang."""
+
+    timeout_s: float = Field(gt=0)
+    max_error_share: float = Field(
+        0.5, ge=0, le=1, description="stop the run if more than this share of a shard's trajectories fails"
+    )
+
+
+class PartnerConfig(FallibleConfig):
     """What the policy takes turns with while it responds."""
 
     alone = "name"
@@ -247,9 +268,6 @@ class PartnerConfig(Section):
         description="if it raises, hangs or does not fit the run: leave the trajectory out (drop), start the "
         "trajectory again, up to twice, before it is left out (retry), or stop the run (fail); the error is in "
         "rollout_error",
-    )
-    max_error_share: float = Field(
-        0.5, ge=0, le=1, description="stop the run if more than this share of a shard's trajectories is left out"
     )
 
     @property
@@ -443,15 +461,17 @@ class RolloutConfig(SamplingConfig):
         return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
 
 
-class RewardModelConfig(ModelConfig):
+class ClassifierConfig(ModelConfig):
     """A classifier that scores responses."""
+
+    # files are compared by their content
+    operational = frozenset(ModelConfig.model_fields.keys() - {"dtype"} | {"micro_batch_tokens"})
 
     kind: Literal["outcome", "process"] = Field(
         "outcome",
         description="outcome: a sequence classifier scores the response; process: a token classifier scores each step "
         "at its last token",
     )
-    weight: float = Field(1.0, description="weight of the model's score in the reward")
     step_separator: str = Field("\n\n", min_length=1, description="process: text that ends a step")
     micro_batch_tokens: int = Field(
         16384, gt=0, description="tokens that a process computes at once, including padding"
@@ -464,6 +484,12 @@ class RewardModelConfig(ModelConfig):
         if self.kernels != "torch":
             raise ValueError("reward.model.kernels is set, but it is for actor, critic and reference: remove it")
         return self
+
+
+class RewardModelConfig(ClassifierConfig):
+    """A classifier among the rewards."""
+
+    weight: float = Field(1.0, description="weight of the model's score in the reward")
 
 
 class JudgeConfig(Section):
@@ -511,7 +537,9 @@ class JudgeConfig(Section):
         return self
 
 
-class RewardConfig(Section):
+class RewardConfig(FallibleConfig):
+    operational = frozenset(("max_error_share", "workers", "concurrency", "allow_code"))
+
     function: str | dict[str, float] | None = Field(
         "auto",
         description="a built-in (auto: chosen by each row's data_source), package.module:function or file.py:function; "
@@ -534,9 +562,6 @@ class RewardConfig(Section):
         "fail",
         description="a reward that raises, hangs or is not a number: stop the run (fail), score 0 (zero) or leave the "
         "trajectory out (drop); the error is in reward_error",
-    )
-    max_error_share: float = Field(
-        0.5, ge=0, le=1, description="stop the run if the rewards of more than this share of a shard's responses fail"
     )
     workers: int = Field(2, gt=0, description="processes that compute rewards")
     concurrency: int = Field(
@@ -634,19 +659,11 @@ class LRScheduleConfig(Section):
         return self
 
 
-class TrainerConfig(Section):
-    """How a model is updated. Sizes are totals over all devices unless they say otherwise."""
+class UpdateConfig(Section):
+    """The optimizer steps of an update."""
 
-    engine: TrainEngine = Field(
-        TorchConfig(),
-        description="training engine: torch (every process holds the whole model), fsdp (FSDP2), deepspeed (ZeRO) or "
-        "megatron (Megatron-Core, on GPUs)",
-    )
-    offload_when_idle: bool = Field(
-        False,
-        description="move parameters and optimizer state to host memory while another model of the same processes "
-        "computes",
-    )
+    operational = frozenset(("micro_batch_tokens",))
+
     lr: float = Field(gt=0, description="learning rate")
     lr_schedule: Annotated[LRScheduleConfig, NULL_IS_OFF] = Field(
         LRScheduleConfig(), description="learning rate over the iterations"
@@ -662,6 +679,24 @@ class TrainerConfig(Section):
     micro_batch_tokens: int = Field(
         16384, gt=0, description="tokens that a process computes at once, including padding"
     )
+    grad_clip: float | None = Field(
+        1.0, gt=0, description="largest norm of the gradient (verl, TRL, OpenRLHF); null: no limit"
+    )
+
+
+class ComputeConfig(Section):
+    """How a model is computed."""
+
+    engine: TrainEngine = Field(
+        TorchConfig(),
+        description="training engine: torch (every process holds the whole model), fsdp (FSDP2), deepspeed (ZeRO) or "
+        "megatron (Megatron-Core, on GPUs)",
+    )
+    offload_when_idle: bool = Field(
+        False,
+        description="move parameters and optimizer state to host memory while another model of the same processes "
+        "computes",
+    )
     share_prompts: bool = Field(
         True,
         description="compute a prompt once for all its trajectories in a micro-batch, and concatenate sequences "
@@ -673,15 +708,16 @@ class TrainerConfig(Section):
         "full attention in every layer, where PyTorch has a kernel for it; elsewhere it is fast only with shared "
         "prompts, or a flash or flex attention",
     )
-    grad_clip: float | None = Field(
-        1.0, gt=0, description="largest norm of the gradient (verl, TRL, OpenRLHF); null: no limit"
-    )
     gradient_checkpointing: Annotated[bool | Literal["selective"] | None, CHECKPOINTING] = Field(
         None,
         description="recompute activations in the backward pass, which saves memory and takes time: true (all within a "
         "layer), selective (every second matrix product, and never attention), false (none), or null: selective on a "
         "GPU, none on a CPU",
     )
+
+
+class TrainerConfig(UpdateConfig, ComputeConfig):
+    """How a model is updated. Sizes are totals over all devices unless they say otherwise."""
 
 
 class ActorConfig(TrainerConfig):

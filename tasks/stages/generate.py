@@ -24,9 +24,9 @@ from ratchet.infra.workers.calls import (
 )
 from ratchet.rlhf.agents.agent_loop import Rules
 from ratchet.rlhf.batch import TrajectoryBatch
-from ratchet.rlhf.config import CurriculumConfig, DynamicSamplingConfig, ReplayConfig, RunConfig
+from ratchet.rlhf.config import DynamicSamplingConfig, RunConfig
 from ratchet.rlhf.config.engines import RolloutEngine
-from ratchet.rlhf.config.sections import AgentConfig, EnvironmentConfig, SamplingConfig
+from ratchet.rlhf.config.sections import AgentConfig, DrawingConfig, EnvironmentConfig, PromptConfig, SamplingConfig
 from ratchet.rlhf.data.prompts import PromptDataset, encode
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Beginning, Dialogue
@@ -42,21 +42,11 @@ from ratchet.tasks.stages.score import ScoreSummary
 FIRST_TURN_CLIP_RATIO = "rollout/first_turn_clip_ratio"
 
 
-class PromptConfig(StageConfig):
-    """How a row of the dataset becomes a prompt."""
-
-    section = "data"
-    max_prompt_tokens: int = key("max_prompt_tokens")
-    truncation: str = key("truncation")
-    system_prompt: str | None = key("system_prompt")
-    special_tokens: str = key("special_tokens")
-
-
 class GenerateConfig(StageConfig):
     seed: int = key("run.seed")
     dtype: str = key("model.dtype")
-    prompts_per_iteration: int = key("data.prompts_per_iteration")
-    prompt: PromptConfig
+    drawing: DrawingConfig = section("data")
+    prompt: PromptConfig = section("data")
     engine: RolloutEngine = key("rollout.engine")
     n: int = key("rollout.n")
     sampling: SamplingConfig = section("rollout")
@@ -64,11 +54,7 @@ class GenerateConfig(StageConfig):
     agent: AgentConfig | None = section("rollout.agent")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
-    weights: tuple[float, ...] | None = key("data.weights")
-    curriculum: CurriculumConfig | None = key("data.curriculum")
-    replay: ReplayConfig | None = key("data.replay")
-    # operational: the dataset's digest covers the content of the files, and the assigned weights cover `partial`
-    train: tuple[str, ...] = key("data.train", operational=True)
+    # operational: the assigned weights cover it
     partial: bool = key("rollout.partial", operational=True)
 
 
@@ -155,7 +141,7 @@ class Prompts:
 def _numbers(config: GenerateConfig, shard: int) -> range:
     """The numbers in the iteration of a shard's prompts."""
     sampling = config.dynamic_sampling
-    limit = config.prompts_per_iteration if sampling is None else sampling.max_prompts
+    limit = config.drawing.prompts_per_iteration if sampling is None else sampling.max_prompts
     first = shard * config.prompts_per_shard
     return range(first, min(first + config.prompts_per_shard, limit))
 
@@ -173,16 +159,16 @@ def draws(driver: Driver, iteration: int, shard: int, config: GenerateConfig, cu
     Returns:
         Indices of prompts; None without `data.curriculum`: the worker draws them.
     """
-    curriculum, numbers = config.curriculum, _numbers(config, shard)
+    curriculum, numbers = config.drawing.curriculum, _numbers(config, shard)
     if curriculum is None:
         return None
     rates, weight = solve_rates(driver, iteration, curriculum), curriculum.weight
-    dataset = driver.groups.local.worker.resources.dataset(config.train)
+    dataset = driver.groups.local.worker.resources.dataset(config.drawing.train)
     drawn = dataset.draw(
         config.seed,
         cursor + numbers.start,
         len(numbers),
-        config.weights,
+        config.drawing.weights,
         lambda row: weight if rates.get(row) in (0.0, 1.0) else 1.0,
     )
     return tuple(drawn)
@@ -192,15 +178,15 @@ def replays(
     driver: Driver, iteration: int, shard: int, config: GenerateConfig
 ) -> Mapping[int, Experience | ExpertExperience]:
     """Draw prompts of a shard together with answers; none without `data.replay`."""
-    if config.replay is None:
+    if config.drawing.replay is None:
         return {}
     return draw_experience(
         driver,
         iteration,
         _numbers(config, shard),
-        config.replay,
+        config.drawing.replay,
         seed=config.seed,
-        prompts=config.prompts_per_iteration,
+        prompts=config.drawing.prompts_per_iteration,
         n=config.n,
         limit=config.sampling.max_response_tokens,
     )
@@ -209,11 +195,11 @@ def replays(
 def prompts_of(context: Context[GenerateConfig]) -> Prompts:
     """The prompts of a shard of `generate`; the call has the position at which the iteration begins in the dataset."""
     config = context.config
-    dataset = context.resources.dataset(config.train)
+    dataset = context.resources.dataset(config.drawing.train)
     numbers = _numbers(config, context.shard)
     drawn: Sequence[int] | None = context.call.drawn
     if drawn is None:
-        drawn = dataset.draw(config.seed, context.call.cursor + numbers.start, len(numbers), config.weights)
+        drawn = dataset.draw(config.seed, context.call.cursor + numbers.start, len(numbers), config.drawing.weights)
     drawing = config.sampling
     sampling = Sampling.of(
         drawing,

@@ -12,14 +12,14 @@ from ratchet.rlhf.agents.agent_loop import Rules
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.engines import RolloutEngine
+from ratchet.rlhf.config.sections import RewardConfig
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Dialogue
 from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.schema import TRAJECTORY
-from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.stage import RowsStage
-from ratchet.tasks.stages.reward_model import RewardModelStageConfig
-from ratchet.tasks.stages.score import ScoreConfig, counting, scores
+from ratchet.tasks.stages.score import counting, scores
 
 
 class GreedyBaselineConfig(StageConfig):
@@ -28,8 +28,8 @@ class GreedyBaselineConfig(StageConfig):
     max_response_tokens: int = key("rollout.max_response_tokens")
     ignore_eos: bool = key("rollout.ignore_eos")
     stop: tuple[str, ...] = key("rollout.stop")
-    reward: ScoreConfig
-    reward_model: RewardModelStageConfig | None
+    reward: RewardConfig = section("reward")
+    special_tokens: str = key("data.special_tokens")
 
 
 class GreedyBaselineSummary(ShardSummary):
@@ -73,7 +73,7 @@ def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[Greed
         "response_mask": [[1] * len(response) for response in responses],
     }
     answers = TrajectoryBatch.of({name: prompts.array(name) for name in prompts.columns} | written)
-    scored = scores(context, config.reward, config.reward_model, answers)
+    scored = scores(context, config.reward, config.reward.model, answers)
     counted = counting(config.reward.on_error, scored["reward_error"])
     columns: dict[str, list[Any]] = {
         "greedy_response": texts,

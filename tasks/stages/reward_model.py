@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ratchet.infra.workers.calls import C, Context, ShardOutput, ShardSummary
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.sections import ClassifierConfig
 from ratchet.rlhf.schema import TRAJECTORY
-from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.rlhf.train.reward_engine import text_lengths
 from ratchet.tasks.stage import RowsStage
 
 
-class ContentConfig(StageConfig):
-    """How contents become tokens."""
-
-    section = "data"
-    special_tokens: str = key("special_tokens")
-
-
 class RewardModelStageConfig(StageConfig):
-    section = "reward.model"
-    contents: ContentConfig
-    kind: Literal["outcome", "process"] = key("kind")
-    dtype: str = key("dtype")
-    step_separator: str = key("step_separator")
-    micro_batch_tokens: int = key("micro_batch_tokens", operational=True)
+    model: ClassifierConfig = section("reward.model")
+    special_tokens: str = key("data.special_tokens")
 
 
 def reward_model(context: Context[RewardModelStageConfig]) -> ShardOutput[ShardSummary]:
     batch = context.batch
-    columns = {"trajectory_id": batch.array("trajectory_id"), **model_scores(context, context.config, batch)}
+    columns = {"trajectory_id": batch.array("trajectory_id"), **model_scores(context, context.config.model, batch)}
     return ShardOutput(TrajectoryBatch.of(columns), ShardSummary())
 
 
-def model_scores(context: Context[C], config: RewardModelStageConfig, batch: TrajectoryBatch) -> dict[str, list[Any]]:
+def model_scores(context: Context[C], config: ClassifierConfig, batch: TrajectoryBatch) -> dict[str, list[Any]]:
     """Score the responses of a batch with the reward model.
 
     Args:

@@ -13,17 +13,16 @@ from ratchet.infra.workers.calls import C, Context, ShardOutput, ShardSummary
 from ratchet.infra.workers.resources import RewardSettings
 from ratchet.rlhf.algorithms.groups import Groups
 from ratchet.rlhf.batch import TrajectoryBatch
-from ratchet.rlhf.built_in_rewards import JUDGE
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.config.sections import JudgeConfig
+from ratchet.rlhf.config.sections import ClassifierConfig, RewardConfig
 from ratchet.rlhf.data.prompts import original, structures
 from ratchet.rlhf.errors import RatchetError
 from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS, RewardFailed, Score, Trajectory
 from ratchet.rlhf.schema import TRAJECTORY
-from ratchet.rlhf.stage_config import StageConfig, key, section
+from ratchet.rlhf.stage_config import StageConfig, section
 from ratchet.tasks.branches import last_branches, trajectory_index
 from ratchet.tasks.stage import RowsStage
-from ratchet.tasks.stages.reward_model import RewardModelStageConfig, is_complete, model_scores
+from ratchet.tasks.stages.reward_model import is_complete, model_scores
 
 OnError = Literal["fail", "zero", "drop"]
 REWARD_READS = (
@@ -47,15 +46,7 @@ REWARD_READS = (
 
 
 class ScoreConfig(StageConfig):
-    function: str | dict[str, float] | None = key("reward.function")
-    options: dict[str, dict[str, Any]] = key("reward.options")
-    timeout_s: float = key("reward.timeout_s")
-    on_error: OnError = key("reward.on_error")
-    max_error_share: float = key("reward.max_error_share", operational=True)
-    model_weight: float | None = key("reward.model.weight")
-    judge: JudgeConfig | None = section("reward.judge")
-    workers: int = key("reward.workers", operational=True)
-    concurrency: int = key("reward.concurrency", operational=True)
+    reward: RewardConfig = section("reward")
 
 
 class ScoreSummary(ShardSummary):
@@ -70,7 +61,7 @@ class ScoreSummary(ShardSummary):
 def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
     """Score the trajectories of one shard, and count the prompts whose scores differ. The last branch of a trajectory
     is scored, and all of them get its score."""
-    config, rows = context.config, context.batch
+    config, rows = context.config.reward, context.batch
     index, last = trajectory_index(rows), last_branches(rows)
     batch = rows if len(last) == len(rows) else rows.take(last)
     columns = scores(context, config, None, batch)
@@ -114,7 +105,7 @@ def counting(on_error: OnError, errors: Sequence[str | None]) -> np.ndarray:
 
 
 def scores(
-    context: Context[C], config: ScoreConfig, model: RewardModelStageConfig | None, batch: TrajectoryBatch
+    context: Context[C], config: RewardConfig, model: ClassifierConfig | None, batch: TrajectoryBatch
 ) -> dict[str, list[Any]]:
     """Score the responses of a batch: the sum of reward functions, reward model and environment.
 
@@ -138,8 +129,8 @@ def scores(
     """Rewards of the model and the environment, per trajectory, by their name in the parts."""
     token_scores: list[Any] = [None] * len(rewards)
     weight = 1.0
-    if config.model_weight is not None:
-        weight = config.model_weight
+    if config.model is not None:
+        weight = config.model.weight
         names = TRAJECTORY.names("reward_model")
         given = {name: batch.list(name) for name in names} if model is None else model_scores(context, model, batch)
         for row, (model_score, steps) in enumerate(zip(given["model_score"], given["model_token_scores"], strict=True)):
@@ -170,7 +161,7 @@ def scores(
 
 
 def _check_errors(
-    context: Context[C], config: ScoreConfig, trajectories: Sequence[Trajectory], rewards: Sequence[Score], count: int
+    context: Context[C], config: RewardConfig, trajectories: Sequence[Trajectory], rewards: Sequence[Score], count: int
 ) -> None:
     """Fail if the rewards of too many of `count` trajectories failed."""
     pairs = zip(trajectories, rewards, strict=True)
@@ -239,7 +230,7 @@ def _trajectories(batch: TrajectoryBatch, iteration: int) -> list[Trajectory]:
 
 
 def _rewards(
-    context: Context[C], config: ScoreConfig, trajectories: list[Trajectory], complete: np.ndarray
+    context: Context[C], config: RewardConfig, trajectories: list[Trajectory], complete: np.ndarray
 ) -> list[Score]:
     """The scores of the reward functions; 0 for trajectories that are not `complete`. Raises the error of a failed
     reward if `reward.on_error` is `fail`."""
@@ -247,8 +238,8 @@ def _rewards(
     if config.function is None:
         return rewards
     settings = RewardSettings(
-        functions={config.function: 1.0} if isinstance(config.function, str) else config.function,
-        options=config.options if config.judge is None else {**config.options, JUDGE: config.judge.model_dump()},
+        functions=config.functions,
+        options=config.arguments,
         workers=config.workers,
         timeout_s=config.timeout_s,
         concurrency=config.concurrency,

@@ -10,10 +10,11 @@ from ratchet.rlhf.algorithms.kl import Estimator
 from ratchet.rlhf.algorithms.objectives import ActorObjective
 from ratchet.rlhf.batch import ragged
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.sections import UpdateConfig
 from ratchet.rlhf.seeding import generator
-from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.rlhf.train.performance import memory
-from ratchet.tasks.optimizer_steps import ActorStageConfig, optimizer_steps, updated
+from ratchet.tasks.optimizer_steps import optimizer_steps, updated
 from ratchet.tasks.stage import UpdateStage
 
 
@@ -28,7 +29,7 @@ class UpdateActorConfig(StageConfig):
     entropy_coef: float = key("algorithm.entropy_coef")
     rollout_correction: RolloutCorrection | None = key("algorithm.rollout_correction")
     critic_warmup_iterations: int | None = key("critic.warmup_iterations")
-    trainer: ActorStageConfig
+    trainer: UpdateConfig = section("actor")
 
 
 def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ratchet.infra.workers.calls import Context
 from ratchet.rlhf.algorithms.objectives import CriticObjective
 from ratchet.rlhf.config import ModelConfig, RunConfig
-from ratchet.rlhf.stage_config import StageConfig, key
-from ratchet.tasks.optimizer_steps import CriticStageConfig, optimizer_steps, updated
+from ratchet.rlhf.config.sections import UpdateConfig
+from ratchet.rlhf.stage_config import StageConfig, key, section
+from ratchet.tasks.optimizer_steps import optimizer_steps, updated
 from ratchet.tasks.stage import UpdateStage
 
 
@@ -15,7 +16,7 @@ class UpdateCriticConfig(StageConfig):
     dtype: str = key("model.dtype")
     critic_model: ModelConfig | None = key("critic.model")
     cliprange_value: float | None = key("critic.cliprange_value")
-    trainer: CriticStageConfig
+    trainer: UpdateConfig = section("critic")
 
 
 def update_critic(context: Context[UpdateCriticConfig]) -> dict[str, float]:

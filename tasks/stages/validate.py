@@ -11,7 +11,7 @@ from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.engines import RolloutEngine
-from ratchet.rlhf.config.sections import AgentConfig, EnvironmentConfig, ResponseConfig
+from ratchet.rlhf.config.sections import AgentConfig, EnvironmentConfig, PromptConfig, ResponseConfig, RewardConfig
 from ratchet.rlhf.metrics import validation_metrics as named
 from ratchet.rlhf.rollout.engine import Sampling
 from ratchet.rlhf.schema import TRAJECTORY
@@ -20,13 +20,12 @@ from ratchet.rlhf.validation import Sums, means, reported, sums
 from ratchet.tasks.branches import last_branches
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.generate import (
-    PromptConfig,
     Prompts,
     begin_trajectories,
     trajectories,
 )
-from ratchet.tasks.stages.reward_model import RewardModelStageConfig, is_complete
-from ratchet.tasks.stages.score import ScoreConfig, counting, scores
+from ratchet.tasks.stages.reward_model import is_complete
+from ratchet.tasks.stages.score import counting, scores
 
 WRITES = tuple(
     TRAJECTORY[name]
@@ -52,7 +51,7 @@ WRITES = tuple(
 class ValidateConfig(StageConfig):
     seed: int = key("run.seed")
     dtype: str = key("model.dtype")
-    prompt: PromptConfig
+    prompt: PromptConfig = section("data")
     engine: RolloutEngine = key("rollout.engine")
     response: ResponseConfig = section("rollout")
     environment: EnvironmentConfig | None = section("rollout.environment")
@@ -61,8 +60,7 @@ class ValidateConfig(StageConfig):
     n: int = key("validation.n")
     temperature: float = key("validation.temperature")
     solved_score: float | None = key("validation.solved_score")
-    reward: ScoreConfig
-    reward_model: RewardModelStageConfig | None
+    reward: RewardConfig = section("reward")
     data: str = key("validation.data", operational=True)
 
 
@@ -102,12 +100,12 @@ def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
     config = context.config
     answers = trajectories(context, prompts_of(context))
     answers = answers.take(last_branches(answers))
-    scored = scores(context, config.reward, config.reward_model, answers)
+    scored = scores(context, config.reward, config.reward.model, answers)
     complete = is_complete(answers)
     kept = counting(config.reward.on_error, scored["reward_error"]) & complete
     columns = (*map(answers.list, ("data_source", "prompt_id", "response")), scored["score"])
     sources, prompt_ids, texts, counted = (list(compress(column, kept)) for column in columns)
-    alone = config.reward_model is None and config.environment is None and config.agent is None
+    alone = config.reward.model is None and config.environment is None and config.agent is None
     solved = solved_score(config.solved_score, config.reward.function, alone=alone)
     summary = ValidateSummary(
         sums=sums(sources, prompt_ids, texts, counted, config.n, solved),

@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from ratchet.rlhf.config import ActorConfig, ModelConfig, RunConfig, load_config, parse_config
-from ratchet.rlhf.config.sections import AlgorithmConfig, CriticConfig, DataConfig, ReferenceConfig, RolloutConfig
+from ratchet.rlhf.config.sections import (
+    AlgorithmConfig,
+    CriticConfig,
+    DataConfig,
+    EnvironmentConfig,
+    ReferenceConfig,
+    RolloutConfig,
+)
 from ratchet.rlhf.schema import TRAJECTORY
-from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.pipeline import STAGES, dependencies, names_of, update_of
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.update_actor import UPDATE_ACTOR
@@ -106,17 +113,11 @@ def test_a_section_that_is_null_holds_its_defaults() -> None:
     assert WarmUp.differences(WarmUp.values(warm), without) == ["critic.warmup_iterations: 2 -> 0"]
 
 
-class Talk(StageConfig):
-    section = "rollout.environment"
-    name: str = key("name")
-    max_turns: int = key("max_turns")
-
-
 class Talks(StageConfig):
-    talk: Talk | None
+    talk: EnvironmentConfig | None = section("rollout.environment")
 
 
-def test_a_group_whose_section_is_null_differs_from_any_other() -> None:
+def test_a_section_that_is_null_differs_from_any_other() -> None:
     config = parse_config(MINIMAL, "here")
     talking = config.as_committed({"rollout.environment": {"name": "calculator"}})
     assert Talks.of(config).talk is None
