@@ -1,4 +1,4 @@
-"""Converts a number of epochs into the number of iterations that a run stores."""
+"""Converts epochs into the number of iterations that a run stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ratchet.rlhf.errors import counted
 
 
 def with_iterations(config: RunConfig) -> RunConfig:
-    """Convert `train.epochs`, if it is set, into `train.iterations`.
+    """Converts `train.epochs`, if it is set, into `train.iterations`.
 
     Raises:
         UserError: the prompts cannot be read.

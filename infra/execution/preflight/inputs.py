@@ -22,7 +22,7 @@ from ratchet.rlhf.rewards.registry import check_rewards
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Check everything that the config names. Prompts are tried once the rest is right.
+    """Checks everything that the config names. Prompts are tried once the rest is right.
 
     Raises:
         UserError: something is missing or unsuitable; a line for each mistake.

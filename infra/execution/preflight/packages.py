@@ -11,7 +11,7 @@ from ratchet.rlhf.config import RunConfig
 
 
 def check_packages(config: RunConfig) -> None:
-    """Check that what the config asks for is installed, has the GPUs that it needs, and is logged in.
+    """Checks that the config's packages are installed, have the GPUs that they need, and are logged in.
 
     Raises:
         UserError: something is missing; a line for each package.
@@ -42,7 +42,7 @@ def check_packages(config: RunConfig) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
+    """True if a package can be imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # of its parent
@@ -50,12 +50,12 @@ def is_installed(package: str) -> bool:
 
 
 def _without_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Packages that are useless in a process without a GPU, with the mistake. Megatron's workers in pools say so
-    themselves."""
+    """Yields packages that are useless in a process without a GPU, with the mistake."""
     import torch
 
     for role, trainer in config.trainers.items():
         engine = trainer.engine
+        # workers in pools report this themselves
         if engine.needs_gpu and engine.package and not config.pools and not torch.cuda.is_available():
             fix = f"{role}.engine {engine.type} needs a GPU, and there is none: set {role}.engine to fsdp"
             yield engine.package, fix
