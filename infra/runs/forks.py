@@ -15,15 +15,13 @@ from ratchet.rlhf.errors import RatchetError, UserError
 
 
 def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> RunState:
-    """The run's state when only `stages` of an iteration were committed, without the claims of its drivers.
+    """Returns the parent's state as if only `stages` of an iteration were committed, without the claims of its drivers.
+
+    It keeps only the newest snapshot up to `iteration`; the fork replays the updates after it.
 
     Args:
-        store: the parent run.
         iteration: the iteration at which to fork.
         stages: the stages of that iteration that the fork shares.
-
-    Returns:
-        The state. It keeps only the newest snapshot up to `iteration`; the fork replays the updates after it.
 
     Raises:
         Corrupt: an index is missing or damaged.
@@ -53,10 +51,9 @@ def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> Ru
 def fork(
     parent: RunStore, child: ObjectStore, config: dict[str, Any], iteration: int, stages: Collection[str], at: str
 ) -> None:
-    """Create `child` from a state of `parent`, which is not claimed and may be driven meanwhile.
+    """Creates `child` from a state of `parent`, which is not claimed and may be driven meanwhile.
 
     Args:
-        parent: the run to fork.
         child: the new run's folder. It may hold files of a fork that was killed, but no log record.
         config: the new run's config.
         iteration: the iteration at which to fork.
@@ -87,7 +84,7 @@ def fork(
 
 
 def _register(parent: RunStore, child: ObjectStore, at: str, state: RunState) -> None:
-    """Register with the runs that hold the snapshot's files: the parent, or an ancestor of it."""
+    """Registers with the runs that hold the snapshot's files: the parent, or an ancestor of it."""
     registration = Registration(child=child.url, at=at, snapshots=state.snapshots)
     for holder in _holders(parent, state):
         holder.put(_registration_key(child), registration.model_dump_json().encode())
@@ -108,14 +105,12 @@ def _registration_key(child: ObjectStore) -> str:
 
 
 def name_of(run: str, seen_from: str) -> str:
-    """How one run refers to another.
+    """Returns the name by which one run refers to another: ``../name`` if both are in the same folder, so that they can
+    be moved together; otherwise the URL.
 
     Args:
         run: the URL of the run to name.
         seen_from: the URL of the run that refers to it.
-
-    Returns:
-        ``../name`` if both are in the same folder, so that they can be moved together; otherwise `run`.
     """
     (folder, _, leaf), (own_folder, _, _) = run.rpartition("/"), seen_from.rpartition("/")
     return f"../{leaf}" if folder == own_folder else run

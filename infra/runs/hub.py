@@ -1,4 +1,4 @@
-"""Pushing a snapshot to the Hugging Face hub."""
+"""Pushes a snapshot to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ratchet.rlhf.errors import RatchetError, UserError, counted, in_one_line
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push made."""
+    """The result of a push."""
 
     url: str
     private: bool
@@ -22,21 +22,15 @@ class Pushed:
 def push(
     run: Run, repo: str, version: int, role: str = "actor", *, adapter: bool = False, public: bool = False
 ) -> Pushed:
-    """Upload a snapshot, as `Run.export` writes it to be published, to a model repository on the hub.
+    """Uploads a snapshot to a model repository on the hub, as `Run.export` writes it to be published.
 
-    The repository is created if it does not exist. Everything that can be refused is refused before weights are read.
-    The token is that of the environment (HF_TOKEN) or of `hf auth login`.
+    The repository is created if it does not exist. The token is that of the environment (HF_TOKEN) or of `hf auth
+    login`.
 
     Args:
-        run: the run.
         repo: the repository, as owner/name; without an owner it is the user's.
-        version: the snapshot's version.
-        role: the model to push.
         adapter: push only the LoRA adapters; see `Run.export`.
         public: make a new repository public, and allow an existing one that is public.
-
-    Returns:
-        Where the model is.
 
     Raises:
         UserError: the name is malformed, there is no token, the hub may not be used or refuses access, the repository
@@ -51,6 +45,7 @@ def push(
         validate_repo_id(repo)
     except HFValidationError as error:
         raise UserError(f"{repo} is not a name of a repository (owner/name): {in_one_line(error)}") from None
+    # everything that can be refused is refused before weights are read
     run.exportable(version, role, adapter=adapter)
     if constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so nothing can be pushed: unset it")
@@ -78,7 +73,7 @@ def push(
 
 @contextmanager
 def _one_line(repo: str) -> Iterator[None]:
-    """Raise the hub's errors as one line for the user."""
+    """Raises the hub's errors as one line for the user."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 

@@ -1,4 +1,4 @@
-"""Parquet files that commands write for others."""
+"""Writes the Parquet files that commands produce for other programs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from ratchet.infra.store.run_store import parquet_bytes
 
 
 def write_parquet(table: pa.Table, output: str) -> None:
-    """Write a Parquet file, which appears whole or not at all.
+    """Writes a Parquet file, which appears whole or not at all.
 
     Args:
-        table: its rows.
-        output: path of the file, in a folder that exists, or fsspec URL. A file that is there is replaced.
+        output: path of the file in an existing folder, or fsspec URL. An existing file is replaced.
 
     Raises:
         UserError: the store refuses access, or fsspec does not support the protocol.

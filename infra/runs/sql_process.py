@@ -20,7 +20,7 @@ from ratchet.infra.runs.sql import Statement, Tables, arrow_bytes, connect, exec
 from ratchet.rlhf.errors import UserError
 
 UNREADABLE = (duckdb.InvalidInputException, SystemError)
-"""What a statement raises if a data file cannot be read: the second if its bytes mislead pyarrow's reader."""
+"""Errors of a statement whose data file cannot be read; `SystemError` if its bytes mislead pyarrow's reader."""
 WITHOUT_MEMORY = (MemoryError, duckdb.OutOfMemoryException, pa.ArrowMemoryError)
 
 
@@ -48,12 +48,13 @@ def main() -> None:
 
 
 def answer(tables: Tables, statements: Sequence[Statement], memory_bytes: int, threads: int) -> list[bytes]:
-    """Run statements over tables, with half of the memory for what DuckDB counts.
+    """Runs statements over tables.
 
     Returns:
-        JSON that says what went wrong, or that nothing did, and then a stream of Arrow for each result.
+        JSON that reports success or the failure, and then a stream of Arrow for each result.
     """
     try:
+        # DuckDB does not count all that it allocates
         connection = connect(tables, memory_bytes // 2, threads)
         results = [arrow_bytes(execute(connection, statement).to_arrow_reader()) for statement in statements]
     except (duckdb.Error, pa.ArrowException, UserError, SystemError, MemoryError) as error:
@@ -68,7 +69,8 @@ def answer(tables: Tables, statements: Sequence[Statement], memory_bytes: int, t
 
 
 def _end_with_parent(parent: int) -> None:
-    """A killed parent cannot end this process, which may be at a statement."""
+    """Ends this process when its parent has ended."""
+    # a killed parent cannot end this process, and the main thread may be busy with a statement
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(0)
