@@ -51,10 +51,7 @@ def run_url(store: str, name: str) -> str:
 
 
 def begin(store: RunStore, config: Config, take_over: bool) -> RunState:
-    """Reads the run's state before a claim.
-
-    Returns:
-        The state; its slot is -1 if the run does not exist.
+    """Reads the run's state before a claim. Its slot is -1 if the run does not exist.
 
     Raises:
         UserError: the run is of another kind, or the store cannot keep two drivers apart.
@@ -87,14 +84,8 @@ def claim(
     outside: Mapping[str, str] | None = None,
     versions: Mapping[str, int] | None = None,
 ) -> None:
-    """Claims the run, which fences every older driver; writes `run.json` if it is missing.
-
-    Args:
-        initial: each role's initial weights.
-        ahead: the number of iterations beyond the open one that the driver may generate.
-        outside: digests of the stages' inputs outside the store.
-        versions: the version of each stage's code.
-    """
+    """Claims the run, which fences every older driver; writes `run.json` if it is missing. See `Claim` for the
+    arguments."""
     store.log.claim(
         Claim(
             config=config.model_dump(mode="json"),

@@ -64,6 +64,7 @@ class Driver:
     def __init__(self, config: RunConfig, store: RunStore) -> None:
         self.config = config
         self.store = store
+        # a lambda, because `outside` needs the resources of the groups
         self.groups = WorkerGroups(config, store, lambda: self.outside.identity())
         self.outside = OutsideInputs(config, self.groups.local.worker.resources)
         self.executors = Executors()
@@ -141,6 +142,7 @@ def driving(
             raise
         finally:
             _open_drivers.reset(token)
+            # first, because their stages finish the current shard with the replicas and the groups
             driver.executors.close()
             if driver.rollout.replicas is not None:
                 driver.rollout.replicas.close()

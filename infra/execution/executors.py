@@ -67,10 +67,7 @@ class StageHandle:
         return self._shards[number]
 
     def shards(self, beside: Container[int] = ()) -> dict[int, ShardRef]:
-        """Waits until a shard is committed; shards are committed in any order.
-
-        Args:
-            beside: numbers of shards that do not count.
+        """Waits until a shard is committed, other than those of `beside`. Shards are committed in any order.
 
         Returns:
             All shards committed so far except `beside`, by number in ascending order; at least one.
@@ -115,11 +112,8 @@ class StageHandle:
     # For the stage itself.
 
     def check(self) -> None:
-        """Stops a stage whose work would be useless. Called before each shard.
-
-        Raises:
-            InputLost: another stage has failed, or the driver is ending.
-        """
+        """Raises `InputLost` if the stage's work would be useless: another stage has failed, or the driver is
+        ending."""
         if any(event.is_set() for event in self._given_up):
             raise InputLost(f"{self.stage} stops: another stage has failed, or the driver ends")
 
@@ -219,15 +213,13 @@ class Executors:
         handle.belongs_to(self._given_up)
 
     def join(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Waits for all stages that were started or adopted.
+        """Waits for all stages that were started or adopted, and raises the root cause if stages failed.
 
         Args:
             meanwhile: called every `POLL_S` seconds.
-
-        Raises:
-            Exception: the root cause if stages failed.
         """
         started, given_up = self._started, self._given_up
+        # the stages of the next join must not stop for the failures of this one
         self._started, self._given_up = [], threading.Event()
         running = {stage.future for stage in started}
         try:

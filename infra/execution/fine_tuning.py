@@ -73,6 +73,7 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     store = RunStore(ObjectStore(run_url(config.run.store, config.run.name)))
     tokenizer = tokenizer_digest(config.model, writes=role == "actor")
     model = initial_digest(config.model, config.run.seed), tokenizer
+    # covers the examples, too, so that a changed file is noticed on resume
     weights = Weights(version=0, digest=" ".join([*model, files.digest(config.data)]))
     state = begin(store, config, take_over)
     if state.claim is not None:

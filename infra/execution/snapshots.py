@@ -153,11 +153,10 @@ def kept_snapshots(versions: list[int], checkpoint: CheckpointConfig) -> set[int
 
 
 def is_affordable(cost_s: float, elapsed_s: float, max_share: float) -> bool:
-    """True if another snapshot that costs as much as the last one may start already.
+    """True if another snapshot that costs as much as the last one takes at most `max_share` of the time.
 
     Args:
         cost_s: seconds for which the run waited for the last snapshot; 0 before the first.
         elapsed_s: seconds since the last snapshot began.
-        max_share: largest share of the time that snapshots may cost.
     """
     return cost_s <= max_share * elapsed_s

@@ -37,11 +37,8 @@ class WeightSync:
         self._transfers = Transfers()
 
     def between(self, actor: WorkerGroup, rollout: WorkerGroup, weights: Weights) -> int | None:
-        """Broadcasts the actor's weights to the rollout.
-
-        Returns:
-            Bytes that were sent; None: no connection could be made, or it failed.
-        """
+        """Broadcasts the actor's weights to the rollout. Returns the bytes sent; None: there is no connection, or it
+        failed."""
         if not self._connected(actor, rollout):
             return None
         with ThreadPoolExecutor(1) as thread:
@@ -54,6 +51,7 @@ class WeightSync:
         if self._url is not None and all(group.call(Worker.is_connected, self._url) for group in (actor, rollout)):
             return True
         pool = self._config.pool_of("rollout")
+        # rank 0 of the trainer, and all ranks of the rollout
         count = 1 + (1 if pool is None else self._config.pools[pool].workers)
         self._url = url = actor.call(Worker.open_rendezvous)
         with ThreadPoolExecutor(1) as thread:

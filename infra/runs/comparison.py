@@ -52,8 +52,8 @@ Doubt = Literal["different rewards", "equal scores", "one prompt", "wide interva
 """The reason for the verdict "cannot tell"."""
 
 RESAMPLES = 2000
-"""With other samples, the ends of an interval would move by about 2 % of its width. The samples are fixed, so that the
-same scores always give the same interval."""
+"""With other samples, the ends of an interval would move by about 2 % of its width. Samples are fixed: the same scores
+always give the same interval."""
 ENDS = (0.025, 0.975)
 TOO_WIDE = 0.5
 """Share of the range of scores: a wider interval that contains 0 says nothing."""
@@ -79,13 +79,7 @@ class PairedScores:
 
     @classmethod
     def of(cls, prompts: Sequence[str], a: Sequence[float], b: Sequence[float]) -> PairedScores:
-        """Groups scores by prompt.
-
-        Args:
-            prompts: the prompt of each answer.
-            a: the score of each answer in A.
-            b: the score of the same answer in B.
-        """
+        """Groups the scores of A and B for the same answers by the prompts of these answers."""
         _, numbers = np.unique(np.asarray(prompts), return_inverse=True)
         return cls(np.bincount(numbers, a), np.bincount(numbers, b), np.bincount(numbers))
 
@@ -100,11 +94,8 @@ class PairedScores:
         return float((self.b - self.a).sum() / self.answers.sum())
 
     def resampled(self) -> np.ndarray:
-        """Resamples the prompts with replacement.
-
-        Returns:
-            The differences, of shape (RESAMPLES,). Infinite ones, of both signs, if there is only one prompt.
-        """
+        """Resamples the prompts with replacement. Returns differences of shape (RESAMPLES,); infinite ones for a single
+        prompt."""
         count = len(self.answers)
         if count < 2:
             return np.resize([-np.inf, np.inf], RESAMPLES)
@@ -117,13 +108,12 @@ class PairedScores:
 
 @lru_cache(maxsize=1)
 def _draws(count: int) -> np.ndarray:
-    """Counts each of `count` prompts in each sample, the same for all iterations; shape (RESAMPLES, count)."""
+    """Counts each of `count` prompts in each sample; shape (RESAMPLES, count)."""
     return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES).astype(np.float32)
 
 
 def interval(scores: PairedScores, steps: Sequence[float] | None = None) -> tuple[float, float]:
-    """Returns the lower and the upper end of the 95 % interval of a difference; infinite if there is only one prompt.
-    Exchanging A and B exchanges the ends and their signs.
+    """Returns the ends of the 95 % interval of a difference; infinite if there is only one prompt.
 
     Args:
         steps: the steps of the difference between validations, perhaps none: the interval then also covers the noise of
@@ -143,11 +133,7 @@ def interval(scores: PairedScores, steps: Sequence[float] | None = None) -> tupl
 
 
 def verdict_of(low: float, high: float, spread: float) -> Verdict:
-    """Returns the verdict on B of an interval. "no difference" excludes one of `TOO_WIDE` times the range.
-
-    Args:
-        spread: the range of the scores of both runs, largest minus smallest.
-    """
+    """Returns the verdict on B of an interval. `spread` is the range of the scores of both runs."""
     if low > 0:
         return "B is better"
     if high < 0:
@@ -256,8 +242,8 @@ class Comparison:
     difference: float
     """B minus A in that iteration, over all data sources."""
     low: float | None
-    """Lower end of its interval, which also covers the noise of training; None if there is only one prompt, or if all
-    scores of the iteration are equal."""
+    """Lower end of its interval, which also covers the noise of training; None for one prompt, or if all scores are
+    equal."""
     high: float | None
     spread: float
     """The range of all scores that were compared, largest minus smallest."""
@@ -272,11 +258,7 @@ class Comparison:
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Compares the scores of two runs.
-
-    Args:
-        a: the baseline.
-        b: the run that is compared with it.
+    """Compares the scores of run `b` with those of the baseline `a`.
 
     Raises:
         UserError: a run is a fine-tuning run, or nothing pairs.
@@ -390,7 +372,7 @@ def _parted(a: Run, b: Run) -> str | None:
 
 
 def _history(run: Run) -> dict[str, str | None]:
-    """Returns the run and its ancestors, nearest first: URLs, and the point at which the run leaves each; None for
+    """Returns the URLs of the run and its ancestors, nearest first, and where the run leaves each; None for the run
     itself."""
     left: dict[str, str | None] = {run.store.url: None}
     objects, at = run.store.objects, None
@@ -429,15 +411,11 @@ def _counting(run: Run, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _paired(a: pd.DataFrame, b: pd.DataFrame, *, same_text: bool) -> pd.DataFrame:
-    """Pairs the answers of both runs to the same prompts, a row each; columns of A and B end in _a and _b.
-
-    Args:
-        same_text: prompts must also have the same text, not only the same number, data source and ground truth. False
-            for agents: their row has the prompt of the last conversation, which may contain text of the policy.
-    """
+    """Pairs the answers of both runs to the same prompts, a row each; columns of A and B end in _a and _b."""
     if a.empty or b.empty:
         return a.iloc[:0]
     pairs = a.merge(b, on=[*ANSWER], suffixes=("_a", "_b"))
+    # the row of an agent has the prompt of its last conversation, in which the policy may have written
     for name in ("data_source", "ground_truth", *(("prompt",) if same_text else ())):
         pairs = pairs[pairs[f"{name}_a"].fillna("") == pairs[f"{name}_b"].fillna("")]
     return pairs

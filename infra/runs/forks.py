@@ -18,13 +18,6 @@ def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> Ru
     """Returns the parent's state as if only `stages` of an iteration were committed, without the claims of its drivers.
 
     It keeps only the newest snapshot up to `iteration`; the fork replays the updates after it.
-
-    Args:
-        iteration: the iteration at which to fork.
-        stages: the stages of that iteration that the fork shares.
-
-    Raises:
-        Corrupt: an index is missing or damaged.
     """
     now = store.state
     if iteration == 0:
@@ -55,9 +48,7 @@ def fork(
 
     Args:
         child: the new run's folder. It may hold files of a fork that was killed, but no log record.
-        config: the new run's config.
-        iteration: the iteration at which to fork.
-        stages: the stages of that iteration that the fork shares.
+        stages: the stages of `iteration` that the fork shares.
         at: `iteration` and the first stage that is not shared, such as ``7`` or ``7:score``; stored for users.
 
     Raises:
@@ -105,12 +96,7 @@ def _registration_key(child: ObjectStore) -> str:
 
 
 def name_of(run: str, seen_from: str) -> str:
-    """Returns the name by which one run refers to another: ``../name`` if both are in the same folder, so that they can
-    be moved together; otherwise the URL.
-
-    Args:
-        run: the URL of the run to name.
-        seen_from: the URL of the run that refers to it.
-    """
+    """Returns ``../name`` if both runs are in the same folder, so that they can be moved together; otherwise the run's
+    URL."""
     (folder, _, leaf), (own_folder, _, _) = run.rpartition("/"), seen_from.rpartition("/")
     return f"../{leaf}" if folder == own_folder else run

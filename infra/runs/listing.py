@@ -57,14 +57,7 @@ def runs_of(store_url: str) -> list[RunSummary]:
     """Lists the runs of a store, the newest commit first. Empty if the store does not exist.
 
     A run costs a listing of its folder, its newest log records, and the index of each closed iteration, which is read
-    once per process.
-
-    Args:
-        store_url: the folder of runs, as any fsspec URL or a local path.
-
-    Raises:
-        UserError: fsspec does not support the protocol, or the store refuses access.
-        StoreUnavailable: the store does not answer.
+    once per process. Raises `UserError` and `StoreUnavailable` as `ObjectStore`.
     """
     names = run_names(store_url)
     with ThreadPoolExecutor(READERS) as readers:
@@ -103,11 +96,7 @@ def _problem(run: Run, state: State) -> str:
 
 
 def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
-    """Returns the state of a readable run.
-
-    Args:
-        metrics: metrics by iteration, in order, at least those of its validations.
-    """
+    """Returns the state of a readable run. `metrics` are by iteration, in order, at least those of its validations."""
     if run.is_fit:
         return "fit"
     config, closed = run.config, run.state.iteration
@@ -126,8 +115,7 @@ def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
 
 
 def is_driven(objects: ObjectStore) -> bool:
-    """True if the driver's process is alive, or, on another host, if its heartbeat is younger than `FRESH_S`. Does not
-    wait for the next heartbeat."""
+    """True if the driver's process is alive, or, on another host, its heartbeat is younger than `FRESH_S`."""
     beat = heartbeat.read(objects)
     if beat is None or beat.stopped:
         return False
@@ -143,11 +131,7 @@ def is_driven(objects: ObjectStore) -> bool:
 
 
 def validations(run: Run) -> dict[int, dict[str, float]]:
-    """Returns the validation metrics of a run by iteration, in order, including the open iteration's.
-
-    Raises:
-        Corrupt: an index or a manifest is missing or damaged.
-    """
+    """Returns the validation metrics of a run by iteration, in order, including the open iteration's."""
     state, url = run.state, run.store.url
     refs = [ref for page in state.pages for ref in (*_page(url, page), page)] + state.recent
     metrics = {iteration: dict(_validation(url, ref)) for iteration, ref in enumerate(refs)}

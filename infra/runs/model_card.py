@@ -39,17 +39,13 @@ _HUB_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 
 
 def model_card(run: Run, checkpoint: Checkpoint, base: str | None) -> str:
-    """Writes the card of a snapshot: Markdown with YAML metadata.
+    """Writes the card of a snapshot of one role: Markdown with YAML metadata.
 
     It has no secrets and no absolute paths other than `base`, and names in it are shown as code, so that they are never
     markup.
 
     Args:
-        checkpoint: the snapshot's checkpoint of one role.
         base: the base model, as the code that loads an adapter names it; None: the folder has the whole model.
-
-    Raises:
-        Corrupt: an index or a manifest is missing or damaged.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -100,11 +96,8 @@ Secrets and local folders are left out.
 
 
 def fit_card(config: SFTConfig | RewardTraining, metrics: Mapping[str, float]) -> str:
-    """Writes the card of a fine-tuning run's model, with the same care as `model_card`.
-
-    Args:
-        metrics: those of its last round.
-    """
+    """Writes the card of a fine-tuning run's model, with the same care as `model_card`. `metrics` are the last
+    round's."""
     from huggingface_hub import ModelCard, ModelCardData
 
     is_policy = isinstance(config, SFTConfig)

@@ -11,14 +11,10 @@ from ratchet.infra.store.run_store import parquet_bytes
 
 
 def write_parquet(table: pa.Table, output: str) -> None:
-    """Writes a Parquet file, which appears whole or not at all.
+    """Writes a Parquet file, which appears whole or not at all, and replaces an existing file.
 
     Args:
-        output: path of the file in an existing folder, or fsspec URL. An existing file is replaced.
-
-    Raises:
-        UserError: the store refuses access, or fsspec does not support the protocol.
-        StoreUnavailable: the store does not answer.
+        output: path of the file in an existing folder, or fsspec URL.
     """
     content = parquet_bytes(table)
     if "://" in output:

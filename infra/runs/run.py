@@ -75,12 +75,7 @@ def no_run(url: str) -> UserError:
 
 
 def run_names(store_url: str) -> list[str]:
-    """Lists the folders of a store, sorted: its runs, and perhaps others. Empty if the store does not exist.
-
-    Raises:
-        UserError: fsspec does not support the protocol, or the store refuses access.
-        StoreUnavailable: the store does not answer.
-    """
+    """Lists the folders of a store, sorted: its runs, and perhaps others. Empty if the store does not exist."""
     try:
         entries = _entries(store_url)
     except FileNotFoundError:
@@ -109,11 +104,9 @@ def _entries(store_url: str) -> list[dict[str, Any]]:
 
 
 def own_answers(rows: pd.DataFrame) -> pd.DataFrame:
-    """Selects one row for each trajectory that the policy of its iteration wrote: no replayed trajectories, and of an
-    agent's trajectory only its last branch.
+    """Selects a row for each trajectory that the policy of its iteration wrote, without repeated ones (`data.replay`).
 
-    Args:
-        rows: trajectories with `trajectory_id`, and with `replayed_from` if the run replays any (`data.replay`).
+    Of an agent's trajectory, only the row of the last branch counts.
     """
     if "replayed_from" in rows:
         rows = rows[rows["replayed_from"].isna()]
@@ -144,8 +137,8 @@ def refuse(damage: Corrupt) -> None:
 class Run:
     """A run as of the moment it was opened.
 
-    Methods that take a callback `damaged` call it with each `Corrupt` error and leave that iteration out; the default
-    raises the first error.
+    Methods raise `Corrupt` if an object is missing or damaged. Those with a callback `damaged` call it with each such
+    error instead, and leave that iteration out; the default raises the first error.
     """
 
     def __init__(self, store: RunStore) -> None:
@@ -170,11 +163,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The config of the newest driver.
-
-        Raises:
-            UserError: the run is a fine-tuning run.
-        """
+        """The config of the newest driver. Raises `UserError` if the run is a fine-tuning run."""
         assert self.state.claim is not None
         if self.is_fit:
             raise UserError(f"{self.store.url} is a fit, not a run of iterations: `ratchet status` shows its metrics")
@@ -191,7 +180,6 @@ class Run:
         Args:
             iterations: one iteration or several; None for all, including the open iteration.
             columns: None for all.
-            damaged: called with each error of a missing or damaged object.
 
         Returns:
             One row per trajectory, with the columns `iteration` and `columns`. An open iteration has only the rows that
@@ -199,7 +187,6 @@ class Run:
 
         Raises:
             UserError: the run has no such iteration, or a column does not exist.
-            Corrupt: an object is missing or damaged, unless `damaged` handles it.
         """
         import pandas as pd
 
@@ -244,9 +231,7 @@ class Run:
         """Runs one SQL statement over the run's committed data; `ratchet.query` describes the tables, and takes several
         runs.
 
-        Raises:
-            UserError: DuckDB rejects the query, or `sql` is not one statement.
-            Corrupt: an index, a manifest or a metrics file is missing or damaged.
+        Raises `UserError` if DuckDB rejects the query.
         """
         from ratchet.infra.runs.query import query
 
@@ -255,18 +240,12 @@ class Run:
     def validation(
         self, iterations: int | Iterable[int] | None = None, columns: Sequence[str] | None = None
     ) -> pd.DataFrame:
-        """Returns committed validations.
+        """Returns committed validations, one row per trajectory; `iteration` is the iteration before which the
+        validation ran.
 
         Args:
             iterations: one iteration or several; None for all.
             columns: None for all.
-
-        Returns:
-            One row per trajectory; `iteration` is the iteration before which the validation ran. Empty if there are
-            none.
-
-        Raises:
-            Corrupt: an object is missing or damaged.
         """
         import pandas as pd
 
@@ -280,35 +259,15 @@ class Run:
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def served(self, damaged: OnDamage = refuse) -> pd.DataFrame:
-        """Returns the answers of `ratchet serve`, which are not part of the run's history.
-
-        Args:
-            damaged: called with each error of a missing or damaged file.
-
-        Returns:
-            One row per answer; docs/columns.md describes the columns.
-
-        Raises:
-            Corrupt: a file is missing or damaged, unless `damaged` handles it.
-        """
+        """Returns the answers of `ratchet serve`, one row each; docs/columns.md describes the columns."""
         from ratchet.infra.runs.served import served
 
         frame: pd.DataFrame = served(self.store, damaged).to_pandas()
         return frame
 
     def metrics(self, last: int | None = None, damaged: OnDamage = refuse) -> pd.DataFrame:
-        """Returns the metrics of closed iterations. Reads one index per iteration.
-
-        Args:
-            last: the number of newest iterations to read; None for all.
-            damaged: called with each error of a missing or damaged object.
-
-        Returns:
-            One row per iteration, with the column `iteration` and one column per metric that any of them has.
-
-        Raises:
-            Corrupt: an object is missing or damaged, unless `damaged` handles it.
-        """
+        """Returns the metrics of the newest `last` closed iterations, or of all, one row per iteration. Reads one index
+        for each."""
         import pandas as pd
 
         rows = self.metric_rows(last, damaged)
@@ -326,22 +285,14 @@ class Run:
         return rows
 
     def metrics_of(self, closed: ObjectRef) -> dict[str, float]:
-        """Returns the metrics of a closed iteration by name, and `iteration`.
-
-        Args:
-            closed: the iteration's index, from `RunStore.index_of`.
-
-        Raises:
-            Corrupt: an object is missing or damaged.
-        """
+        """Returns the metrics of a closed iteration by name, and `iteration`. `closed` is from `RunStore.index_of`."""
         index = self.store.log.load_index(closed)
         return {"iteration": index.iteration, **index.metric_values}
 
     def progress(self, iteration: int) -> dict[str, str]:
-        """Returns the progress of an iteration's stages.
+        """Returns the progress of an iteration by stage: ``✓`` complete, ``–`` skipped, or shards such as ``2/4``.
 
-        Returns:
-            By stage: ``✓`` complete, ``–`` skipped, or shards such as ``2/4``. Stages without commits are absent.
+        Stages without commits are absent.
         """
         state = self.store.iteration_state(iteration)
         progress = {name: "✓" if isinstance(commit, StageCommit) else "–" for name, commit in state.stages.items()}
@@ -357,26 +308,17 @@ class Run:
         return str(-(-self.config.max_prompts // self.config.rollout.prompts_per_shard))
 
     def newest_snapshot(self) -> int:
-        """Returns the version of the newest snapshot.
-
-        Raises:
-            UserError: the run has no snapshot.
-        """
+        """Returns the version of the newest snapshot. Raises `UserError` if the run has none."""
         version = max(self.state.snapshots, default=None)
         if version is None:
             raise UserError(f"{self.store.url} has no snapshot yet: checkpoint.every says how often one is taken")
         return version
 
     def deciding_scores(self, first: int = 0) -> dict[int, float]:
-        """Returns the validation scores by which the run may end early (`RunConfig.ends_early`), by closed iteration.
+        """Returns the validation scores by which the run may end early (`RunConfig.ends_early`), from iteration `first`
+        on.
 
         Empty without `validation.patience`, so that nothing is read.
-
-        Args:
-            first: the first iteration whose score is read.
-
-        Raises:
-            Corrupt: an index or a manifest is missing or damaged.
         """
         config = self.config
         if config.validation.patience is None:
@@ -385,11 +327,10 @@ class Run:
         return self.store.validation_scores(validated, config.validation.metric)
 
     def best_snapshot(self) -> int:
-        """Returns the version of the snapshot with the best validation, by `validation.metric`. Reports a better
-        validation that has no snapshot. Reads one index per validation.
+        """Returns the version of the snapshot with the best validation, by `validation.metric`. Reads one index per
+        validation.
 
-        Raises:
-            UserError: no snapshot was validated.
+        Reports a better validation that has no snapshot. Raises `UserError` if no snapshot was validated.
         """
         versions = {*filter(self.config.validates, range(self.state.iteration)), self.state.iteration}
         scores = self.store.validation_scores(versions | self.state.snapshots.keys(), self.config.validation.metric)
@@ -431,14 +372,10 @@ class Run:
         )
 
     def exportable(self, version: int, role: str = "actor", *, adapter: bool = False) -> Checkpoint:
-        """Returns the checkpoint that `export` would write, and checks that it can.
-
-        Args:
-            adapter: only the LoRA adapters are wanted.
+        """Returns the checkpoint that `export` would write.
 
         Raises:
             UserError: the run is a fine-tuning run, or the snapshot, role or adapter does not exist.
-            Corrupt: the checkpoint's manifest is missing or damaged.
         """
         if self.is_fit:
             assert self.state.claim is not None
@@ -477,9 +414,7 @@ class Run:
                 default the whole path is named, so that they can be loaded on this machine.
 
         Raises:
-            UserError: the run is a fine-tuning run, the snapshot, role or adapter does not exist, or the base model has
-                changed.
-            Corrupt: the snapshot is missing or damaged.
+            UserError: as `exportable`, or the base model has changed.
         """
         checkpoint = self.exportable(version, role, adapter=adapter)
         from ratchet.rlhf.models.hub_layout import copy_weights
@@ -547,11 +482,7 @@ class Run:
     def _iteration(
         self, state: RunState, by_stage: dict[str, tuple[str, ...]], wanted: Sequence[str], tolerant: bool
     ) -> pd.DataFrame:
-        """Returns the wanted columns of one iteration.
-
-        Args:
-            tolerant: leave out the columns of a stage without data; otherwise the result is then empty.
-        """
+        """Returns the wanted columns of one iteration, if `tolerant` without those of a stage that has no data."""
         import pandas as pd
 
         joined: pd.DataFrame | None = None

@@ -42,16 +42,10 @@ class ServedLog:
 
 
 def served(store: RunStore, damaged: OnDamage = refuse) -> pa.Table:
-    """Reads the answers of all servers of a run.
+    """Reads the answers of all servers of a run, in the order in which they were stored; columns `CALLS`.
 
     Args:
         damaged: called with each error of a missing or damaged file, whose answers are then left out.
-
-    Returns:
-        The columns `CALLS`, in the order in which the answers were stored.
-
-    Raises:
-        Corrupt: a file is missing or damaged, unless `damaged` handles it.
     """
     tables = [CALLS.empty_table()]
     for key in store.served_keys():

@@ -107,11 +107,7 @@ def arrow_table(data: bytes) -> pa.Table:
 
 
 def isolated(memory_bytes: int, threads: int) -> duckdb.DuckDBPyConnection:
-    """Makes a connection that cannot read or write files, whatever the query.
-
-    Args:
-        memory_bytes: approximate memory of a statement: DuckDB does not count all that it allocates.
-    """
+    """Makes a connection that cannot read or write files, whatever the query."""
     return duckdb.connect(
         config={
             "enable_external_access": "false",
@@ -159,11 +155,7 @@ def reason(error: Exception) -> str:
 
 
 def file_schema(url: str, key: str) -> pa.Schema:
-    """Reads the schema of a data file.
-
-    Raises:
-        OSError, pa.ArrowInvalid: the file cannot be read.
-    """
+    """Reads the schema of a data file. Raises `OSError` or `pa.ArrowInvalid` if it cannot be read."""
     return ds.ParquetFileFormat().inspect(key, filesystem=PyFileSystem(_Opening(backend_for(url))))
 
 

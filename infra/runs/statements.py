@@ -62,6 +62,7 @@ class SQLProcess:
         self._process = subprocess.Popen(
             [
                 sys.executable,
+                # no working folder in sys.path, where a user's file could shadow a module
                 "-P",
                 "-m",
                 "ratchet.infra.runs.sql_process",
@@ -72,7 +73,7 @@ class SQLProcess:
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is for the parent
             env={
                 **self._environment,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -84,8 +85,7 @@ class SQLProcess:
     def ask(self, tables: Tables, *statements: Statement) -> list[pd.DataFrame]:
         """Runs statements over tables, and returns the result of each. Lists are arrays, and maps are dicts.
 
-        Raises:
-            StatementFailed: DuckDB rejects a statement, or all of them together exceed a limit.
+        Raises `StatementFailed` if DuckDB rejects a statement, or all of them together exceed a limit.
         """
         parts = tables.to_bytes()
         request = {"parts": len(parts), "statements": [asdict(statement) for statement in statements]}

@@ -133,13 +133,10 @@ LeftOut = Counter[Reason]
 
 
 def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
-    """Makes a dataset of the closed iterations of some runs.
+    """Makes a dataset of the closed iterations of some runs, in the order of the runs, iterations and prompts.
 
-    Memory holds the trajectories of one iteration, and the rows that are kept.
-
-    Returns:
-        The rows in the order of the runs, iterations and prompts. `data_source`, `run`, `iteration`, the ids of the
-        trajectories and their scores are columns; the table's metadata has the selection and the runs.
+    Each row names its run, iteration and trajectories; the table's metadata has the selection and the runs. Memory
+    holds the trajectories of one iteration, and the rows that are kept.
 
     Raises:
         UserError: a run is named twice or is a fine-tuning run, or no row is left; the message says what was left out.
@@ -191,8 +188,7 @@ def _in_order(left_out: LeftOut) -> dict[Reason, int]:
 
 
 def _origin(runs: Sequence[Run], run_names: Sequence[str], selection: Selection) -> bytes:
-    """Encodes the dataset's origin: the selection, and of each run its URL, the last record of its log, the number of
-    its iterations and its smallest score."""
+    """Encodes the dataset's origin: the selection and the runs, each as of the last record of its log."""
     states = {
         name: {
             "url": run.store.url,
@@ -209,8 +205,8 @@ def _origin(runs: Sequence[Run], run_names: Sequence[str], selection: Selection)
 
 
 def _min_score(run: Run, selection: Selection) -> float | None:
-    """Returns the smallest score of a good answer: the user's, or the score of a solved answer if the run knows it.
-    Pairs need only the user's."""
+    """Returns the smallest score of a good answer: the user's, or, except for pairs, that of a solved answer if it is
+    known."""
     if selection.min_score is not None or selection.kind.is_of_pairs:
         return selection.min_score
     return run.config.solved_score

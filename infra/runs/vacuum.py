@@ -50,25 +50,20 @@ def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
 
 
 def unreached(store: RunStore) -> list[str]:
-    """Lists the keys that `vacuum` would delete, without claiming the run.
-
-    Raises:
-        Corrupt: the log is incomplete or damaged.
-    """
+    """Lists the keys that `vacuum` would delete, without claiming the run."""
     return _reached(store).leftovers()
 
 
 def foreign(store: RunStore) -> list[str]:
-    """Lists the files in a run's folder that Ratchet did not write, and so never deletes.
-
-    Raises:
-        Corrupt: the log is incomplete or damaged.
-    """
+    """Lists the files in a run's folder that Ratchet did not write, and so never deletes."""
     return [key for key in _reached(store).others() if not is_written(key)]
 
 
 class Reached:
-    """The files in a run's folder that its records reference, directly or through manifests."""
+    """The files in a run's folder that its records reference, directly or through manifests.
+
+    Methods raise `Corrupt` if the log is incomplete, or if a record or a manifest is missing or damaged.
+    """
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
@@ -83,11 +78,7 @@ class Reached:
         self._chain = Chain(store)
 
     def advance(self) -> None:
-        """Reads the log's new records.
-
-        Raises:
-            Corrupt: a record, or a manifest that it names, is missing or damaged.
-        """
+        """Reads the log's new records."""
         for record in self._chain.read(last_slot(self.store.objects.list(""))):
             if isinstance(record, Broken):
                 raise _not_whole(self.store, f"{record.key} {record.what}")
@@ -120,21 +111,13 @@ class Reached:
         return unreadable
 
     def checkpoints(self) -> list[ObjectRef]:
-        """Lists the checkpoint manifests in this folder that the run or a fork needs.
-
-        Raises:
-            Corrupt: the registration of a fork is damaged.
-        """
+        """Lists the checkpoint manifests in this folder that the run or a fork needs."""
         kept = [ref for refs in self.snapshots.values() for ref in refs if ref.run is None]
         forks = [ref for fork in self.store.forks() for roles in fork.snapshots.values() for ref in roles.values()]
         return list(dict.fromkeys([*kept, *(ref.model_copy(update={"run": None}) for ref in forks)]))
 
     def others(self) -> list[str]:
-        """Lists the unreferenced keys in the run's folder, sorted.
-
-        Raises:
-            Corrupt: a checkpoint manifest, or the registration of a fork, is missing or damaged.
-        """
+        """Lists the unreferenced keys in the run's folder, sorted."""
         reached = set(self.digests) | {part.key for parts in self.journals.values() for part in parts}
         for ref in self.checkpoints():
             reached |= {ref.key, *(file.key for file in self.store.checkpoint(ref).files.values())}

@@ -38,15 +38,10 @@ class Finding:
 
 
 def verify(store: RunStore) -> Iterator[Finding]:
-    """Checks the whole run, without claiming it or writing to it.
+    """Yields the problems of the whole run, those of the log first. Neither claims the run nor writes to it.
 
-    The run may be driven meanwhile; objects written after the check has started are ignored.
-
-    Yields:
-        Problems, those of the log first.
-
-    Raises:
-        UserError: there is no run, or this release does not read it.
+    The run may be driven meanwhile; objects written after the check has started are ignored. Raises `UserError` if
+    there is no run, or this release does not read it.
     """
     keys = store.objects.list("")
     last = last_slot(keys)

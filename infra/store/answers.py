@@ -23,7 +23,10 @@ class StoredAnswer(BaseModel):
 
 
 class JudgeAnswers:
-    """The answers of a run. Thread-safe."""
+    """The answers of a run, by the sha256 of their question in hex. Thread-safe.
+
+    Methods raise `Corrupt` if an answer is damaged, and `StoreUnavailable` if the store does not answer.
+    """
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
@@ -32,29 +35,12 @@ class JudgeAnswers:
         """The run and its ancestors, newest first; empty until they are known."""
 
     def get(self, digest: str) -> str | None:
-        """Returns the answer to a question; None if neither this run nor an ancestor has one.
-
-        Args:
-            digest: sha256 of the question, in hex.
-
-        Raises:
-            Corrupt: the answer is damaged.
-            StoreUnavailable: the store does not answer.
-        """
+        """Returns the answer to a question; None if neither this run nor an ancestor has one."""
         found = (_read(run, digest) for run in self._lineage())
         return next((answer for answer in found if answer is not None), None)
 
     def keep(self, digest: str, answer: str) -> str:
-        """Stores the answer to a question, and returns the answer that is stored: an earlier one in this run takes
-        precedence.
-
-        Args:
-            digest: sha256 of the question, in hex.
-
-        Raises:
-            Corrupt: the earlier answer is damaged.
-            StoreUnavailable: the store does not answer.
-        """
+        """Stores the answer to a question, unless this run has one, and returns the stored answer."""
         data = StoredAnswer(sha256=sha256_of(answer.encode()), answer=answer).model_dump_json().encode()
         key = key_of(digest)
         try:  # a repeated create that meets its own object reads it back below

@@ -41,14 +41,9 @@ class Chain:
         """The sha256 of that record's bytes; empty if it was missing or damaged."""
 
     def read(self, last: int) -> Iterator[Record | Broken]:
-        """Reads the records after `slot`, up to slot `last`.
+        """Yields the records after `slot`, up to slot `last`. Raises `StoreUnavailable` if the store does not answer.
 
-        Yields:
-            Each readable record. A `Broken` replaces an unreadable one, or follows one that does not fit its
-            predecessor.
-
-        Raises:
-            StoreUnavailable: the store does not answer.
+        A `Broken` replaces an unreadable record, or follows one that does not fit its predecessor.
         """
         slots = iter(range(self.slot + 1, last + 1))
         with ThreadPoolExecutor(AT_ONCE) as pool:

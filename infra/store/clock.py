@@ -15,22 +15,15 @@ def now() -> float:
 
 
 def born(process: psutil.Process) -> float:
-    """Returns the seconds from the machine's boot to the start of a process.
-
-    Raises:
-        psutil.NoSuchProcess: the process has ended.
-    """
+    """Returns the seconds from the machine's boot to the start of a process. Raises `psutil.NoSuchProcess` if it has
+    ended."""
     # both are computed from the clock, so only their difference survives when the clock is set
     return float(process.create_time() - psutil.boot_time())
 
 
 def is_same(process: psutil.Process, born_at: float) -> bool:
-    """True if a process with a recorded pid is still the recorded one, and is running (not a zombie).
+    """True if a process with a recorded pid is still the one that was `born_at`, and is running (not a zombie).
 
-    Args:
-        born_at: the result of `born` for the recorded process, in seconds.
-
-    Raises:
-        psutil.NoSuchProcess: the process has ended.
+    Raises `psutil.NoSuchProcess` if it has ended.
     """
     return abs(born(process) - born_at) < 1.0 and process.status() != psutil.STATUS_ZOMBIE

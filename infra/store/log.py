@@ -61,7 +61,9 @@ def slot_key(slot: int) -> str:
 class RunLog:
     """The log of one run, and the run's state as far as the log was read. Thread-safe.
 
-    All methods that access the store raise `StoreUnavailable` if it does not answer, except `write_tail`.
+    All methods that access the store raise `StoreUnavailable` if it does not answer, except `write_tail`. Those that
+    read raise `Corrupt` if a record or an index is missing or damaged, and `UserError` if this release does not read
+    its schema version.
     """
 
     def __init__(self, objects: ObjectStore) -> None:
@@ -80,12 +82,9 @@ class RunLog:
     def state(self) -> RunState:
         """The run's state, as far as the log was read.
 
-        Resolves an append with an unknown outcome first, so that a retry cannot commit the same work twice.
-
-        Raises:
-            Fenced: resolving that append, a newer driver's record was found.
-            Deleted: resolving that append, the run was found deleted.
-            StoreUnavailable: the outcome of that append is still unknown.
+        Resolves an append with an unknown outcome first, so that a retry cannot commit the same work twice. If that is
+        impossible, raises `StoreUnavailable`; if a newer driver's record is found, `Fenced`; if the run is found
+        deleted, `Deleted`.
         """
         with self._lock:
             self._settle()
@@ -93,8 +92,7 @@ class RunLog:
 
     @contextmanager
     def held(self) -> Iterator[RunState]:
-        """Holds the log for the body of a `with` statement, during which no other thread appends. Yields and raises as
-        `state`."""
+        """Holds the log during a `with` statement, so that no other thread appends. Yields and raises as `state`."""
         with self._lock:
             yield self.state
 
@@ -103,14 +101,7 @@ class RunLog:
     def read(self) -> RunState:
         """Reads the log from its newest index, or from where the last read ended, to its end.
 
-        Resolves an append with an unknown outcome first, as `state` does, and raises the same errors.
-
-        Returns:
-            The run's state; its slot is -1 if there is no log.
-
-        Raises:
-            Corrupt: a record or an index is damaged.
-            UserError: this release does not read the log's schema version.
+        Resolves an append with an unknown outcome first, as `state` does. The state's slot is -1 if there is no log.
         """
         with self._lock:
             self._settle()
@@ -124,12 +115,9 @@ class RunLog:
             self._apply(data)
 
     def check_end(self) -> None:
-        """Checks that the log ends after the last record that was read.
+        """Raises `Corrupt` if the log does not end after the last record that was read.
 
         A lost record looks like the end of the log, and a sweep would then delete the committed files after it.
-
-        Raises:
-            Corrupt: a record is missing; the message names it.
         """
         with self._lock:
             while (beyond := self._beyond_the_end()) is not None:
@@ -142,8 +130,7 @@ class RunLog:
                     )
 
     def _beyond_the_end(self) -> str | None:
-        """Returns the key of an object that exists only if the log continues: a later record, or the index in the
-        hint."""
+        """Returns the key of an object that exists only if the log continues: a record, or the index in the hint."""
         end = self._state.slot
         for distance in LOOK_BEYOND:
             if self._filled(end + distance):
@@ -156,41 +143,18 @@ class RunLog:
         return None
 
     def load_index(self, ref: ObjectRef) -> RunState:
-        """Reads an index: the state just before the record that names it, with references that name the run that holds
-        them.
-
-        Args:
-            ref: the index, perhaps of another run.
-
-        Raises:
-            Corrupt: the index is missing or damaged.
-            UserError: this release does not read the index's schema version.
-        """
+        """Reads an index, perhaps of another run: the state just before the record that names it."""
         return read_model(self.objects, ref, RunState)
 
     def claim_of(self, term: int) -> Claim:
-        """Reads the claim of a term that worked on the open iteration (`RunState.open_terms`).
-
-        Raises:
-            Corrupt: the claim's record is missing or damaged.
-        """
+        """Reads the claim of a term that worked on the open iteration (`RunState.open_terms`)."""
         return self.claim_at(self.state.open_terms[term].slot)
 
     def claim_at(self, slot: int) -> Claim:
-        """Reads the claim in a slot that is known to hold one.
-
-        Raises:
-            Corrupt: the record is missing or damaged.
-        """
+        """Reads the claim in a slot that is known to hold one."""
         return next(commit for commit in self.record(slot).commits if isinstance(commit, Claim))
 
     def record(self, slot: int) -> Record:
-        """Reads any record.
-
-        Raises:
-            Corrupt: the record is missing or damaged.
-            UserError: this release does not read the record's schema version.
-        """
         data = self.objects.get_if_there(slot_key(slot))
         if data is None:
             raise Corrupt(f"{self.objects.url}/{slot_key(slot)} is gone: restore it from a backup")
@@ -229,10 +193,7 @@ class RunLog:
     def claim(self, claim: Claim) -> None:
         """Takes the run: appends a claim with the next term, retrying behind records that other drivers append.
 
-        Raises:
-            Corrupt: the log is damaged or incomplete.
-            UserError: the store refuses the write, or this release does not read the log's schema version.
-            StoreUnavailable: it is unknown whether the claim was written.
+        Raises `StoreUnavailable` if it is unknown whether the claim was written.
         """
         with self._lock:
             self.read()
@@ -323,6 +284,7 @@ class RunLog:
                 # the answer may have been lost after the write: only the slot itself tells
                 stored = self.objects.get_if_there(key)
             if stored is not None:
+                # in a deleted folder the slot is free, so the create succeeds
                 if self.term > 0 and self.is_deleted(record.slot):
                     if stored == data:  # a record without its predecessors is no log
                         self.objects.delete([key])
@@ -335,11 +297,10 @@ class RunLog:
             self.objects.clock.sleep(self.objects.pause(attempt))
 
     def is_deleted(self, slot: int = 2) -> bool:
-        """True if the run that this driver claimed was deleted: its first two records are missing, or another run has
-        started in its place.
+        """True if the run that this driver claimed was deleted.
 
-        Args:
-            slot: look only at records before this slot.
+        It was if its first two records are missing, or another run has started in its place. Only records before `slot`
+        count.
         """
         first = self._uuid_of_the_first()
         if first is not None:
@@ -355,11 +316,7 @@ class RunLog:
         return ""
 
     def write_tail(self, index: ObjectRef) -> None:
-        """Writes the hint that names the newest index. Does nothing if the store does not answer.
-
-        Raises:
-            UserError: the store refuses the write.
-        """
+        """Writes the hint that names the newest index. Does nothing if the store does not answer."""
         with suppress(StoreUnavailable):  # the log is readable without the hint
             self.objects.put(TAIL, index.model_dump_json().encode())
 
@@ -384,11 +341,7 @@ class RunLog:
 
 
 def check_version(tree: dict[str, object], name: str) -> None:
-    """Raises `UserError` if a stored JSON object is not of the current schema. Migrations of older schemas go here.
-
-    Args:
-        name: names the object in the error message.
-    """
+    """Raises `UserError` if a stored object is not of the current schema. Migrations of older schemas go here."""
     version = tree.get("schema_version")
     if version != SCHEMA_VERSION:
         raise UserError(
@@ -398,10 +351,7 @@ def check_version(tree: dict[str, object], name: str) -> None:
 
 
 def read_verified(objects: ObjectStore, ref: ObjectRef) -> bytes:
-    """Reads an object and verifies the digest in its reference.
-
-    Args:
-        ref: the object, perhaps of another run.
+    """Reads an object, perhaps of another run, and verifies its digest.
 
     Raises:
         Corrupt: the object is missing or damaged; the message names it.
@@ -412,12 +362,8 @@ def read_verified(objects: ObjectStore, ref: ObjectRef) -> bytes:
 
 
 def read_range(objects: ObjectStore, ref: ObjectRef, first: int, last: int, sha256: str) -> bytes:
-    """Reads and verifies the bytes from `first` to before `last`, whose digest is `sha256`.
-
-    Raises:
-        Corrupt: the object is missing or damaged; the message names it.
-        StoreUnavailable: the store does not answer.
-    """
+    """Reads and verifies the bytes from `first` to before `last`, whose digest is `sha256`. Raises as
+    `read_verified`."""
     holder = objects.of_run(ref.run)
     return _verified(holder, ref, sha256, lambda: holder.read(ref.key, first, last))
 
@@ -433,17 +379,15 @@ def _verified(holder: ObjectStore, ref: ObjectRef, sha256: str, read: Callable[[
 
 
 def read_model(objects: ObjectStore, ref: ObjectRef, model: type[M]) -> M:
-    """Reads a JSON object and verifies its digest. References in it name the run that holds their objects.
+    """Reads a JSON object, perhaps of another run, and verifies its digest. Raises as `read_verified`.
 
-    Args:
-        ref: the object, perhaps of another run.
+    References in it name the run that holds their objects.
 
     Raises:
-        Corrupt: the object is missing or damaged.
         UserError: this release does not read the object's schema version.
-        StoreUnavailable: the store does not answer.
     """
     data = read_verified(objects, ref)
+    # before the validation, which would blame a field of another schema
     check_version(json.loads(data), ref.key)
     document = model.model_validate_json(data)
     return document if ref.run is None else seen_from_fork(ref.run, document)

@@ -45,63 +45,41 @@ class StoreFull(StoreUnavailable):
 class Backend(Protocol):
     """Raw operations on keys, which are paths relative to the store's root.
 
-    Besides the errors below, any operation may raise an error that says nothing about its outcome (see the module).
+    Reads raise `FileNotFoundError` if the key is absent. Any operation may also raise an error that says nothing about
+    its outcome (see the module).
     """
 
     def create(self, key: str, data: bytes) -> None:
-        """Writes an object atomically if its key is absent.
-
-        Raises:
-            FileExistsError: the key exists.
-        """
+        """Writes an object atomically. Raises `FileExistsError` if its key exists."""
 
     def put(self, key: str, data: bytes) -> None:
         """Writes an object atomically, replacing any object under its key."""
 
     def get(self, key: str) -> bytes:
-        """Reads a whole object.
-
-        Raises:
-            FileNotFoundError: the key is absent.
-        """
+        """Reads a whole object."""
 
     def size(self, key: str) -> int:
-        """Returns the size of an object in bytes.
-
-        Raises:
-            FileNotFoundError: the key is absent.
-        """
+        """Returns the size of an object in bytes."""
 
     def open(self, key: str) -> BinaryIO:
-        """Opens an object for random access.
-
-        Raises:
-            FileNotFoundError: the key is absent.
-        """
+        """Opens an object for random access."""
 
     def read(self, key: str, start: int, end: int) -> bytes:
-        """Reads the bytes from `start` to before `end`, which is at most the object's size.
-
-        Raises:
-            FileNotFoundError: the key is absent.
-        """
+        """Reads the bytes from `start` to before `end`, which is at most the object's size."""
 
     def delete(self, keys: list[str]) -> None:
         """Deletes objects, ignoring absent keys."""
 
     def list(self, prefix: str) -> list[str]:
-        """Lists the keys that begin with a prefix, except hidden keys, sorted.
+        """Lists the keys that begin with a prefix, sorted, except hidden keys.
 
         Args:
             prefix: a folder with its slash, the beginning of a name in a folder, or empty for all keys.
         """
 
     def delete_leftovers(self, older_s: float) -> None:
-        """Deletes temporary files of killed writers.
-
-        Args:
-            older_s: age in seconds; younger files stay, because their writers may be alive.
-        """
+        """Deletes temporary files of killed writers. Files younger than `older_s` seconds stay: their writers may be
+        alive."""
 
     def delete_empty_folders(self) -> None:
         """Deletes empty folders, if the store has folders."""
@@ -303,6 +281,7 @@ class FsspecBackend:
         folder, _, name_prefix = prefix.rpartition("/")
         paths = self.fs.find(self._path(folder).rstrip("/"), prefix=name_prefix)
         keys = (path.removeprefix(self.root).lstrip("/") for path in paths)
+        # fsspec's generic `find` ignores `prefix`
         return sorted(key for key in keys if key.startswith(prefix) and not _is_hidden(key))
 
     def _path(self, key: str) -> str:
@@ -314,7 +293,7 @@ def _is_hidden(key: str) -> bool:
 
 
 def backend_for(url: str) -> Backend:
-    """Chooses the backend for a URL: `LocalBackend` for a local folder, otherwise `FsspecBackend`.
+    """Returns the backend for a URL: `LocalBackend` for a local folder, otherwise `FsspecBackend`.
 
     Raises:
         UserError: fsspec does not support the protocol, or its package is not installed.
@@ -336,15 +315,12 @@ class ObjectStore:
     def __init__(
         self, url: str, backend: Backend | None = None, *, deadline_s: float = 60.0, clock: Clock = time
     ) -> None:
-        """Opens the folder; this writes nothing.
+        """Opens the folder; this writes nothing. Raises `UserError` as `backend_for`.
 
         Args:
             url: any fsspec URL or a local path.
             backend: None: chosen by the URL.
             deadline_s: seconds after which an operation is no longer retried.
-
-        Raises:
-            UserError: fsspec does not support the protocol, or its package is not installed.
         """
         self.url = url.rstrip("/")
         self.backend = backend_for(url) if backend is None else backend
@@ -353,13 +329,10 @@ class ObjectStore:
         self._others: dict[str, ObjectStore] = {}
 
     def of_run(self, run: str | None) -> ObjectStore:
-        """Returns the store of another run, the same object in every call.
+        """Returns the store of another run, the same object in every call. Raises `UserError` as `backend_for`.
 
         Args:
             run: the run's URL, ``../name`` for a run in the same folder, or None for this run.
-
-        Raises:
-            UserError: fsspec does not support the protocol, or its package is not installed.
         """
         if run is None:
             return self
@@ -379,11 +352,7 @@ class ObjectStore:
         self.backend.create(key, data)
 
     def put(self, key: str, data: bytes) -> None:
-        """Writes an object, replacing any object under its key.
-
-        Raises:
-            UserError: the bucket does not exist, or the store refuses the write.
-        """
+        """Writes an object, replacing any object under its key. Raises `UserError` if the bucket does not exist."""
         try:
             self.retry(f"write {key}", lambda: self.backend.put(key, data))
         except FileNotFoundError as error:
@@ -398,11 +367,8 @@ class ObjectStore:
         return self.retry(f"read {key}", lambda: self.backend.read(key, start, end))
 
     def parts(self, key: str, size: int) -> Iterator[bytes]:
-        """Reads an object in parts of `size` bytes; the last may be shorter.
-
-        Raises:
-            FileNotFoundError: the key is absent.
-        """
+        """Reads an object in parts of `size` bytes; the last may be shorter. Raises `FileNotFoundError` if the key is
+        absent."""
         end = self.retry(f"read {key}", lambda: self.backend.size(key))
         for start in range(0, end, size):
             part = partial(self.backend.read, key, start, min(start + size, end))
@@ -438,10 +404,7 @@ class ObjectStore:
         return random.uniform(0, min(0.05 * 2**attempt, 5.0, self.deadline_s / 2))
 
     def honours_create(self) -> bool:
-        """Tests create-if-absent on temporary objects.
-
-        Returns:
-            True if at most one writer won each race, and every later writer was refused.
+        """Returns True if at most one of several racing writers creates an object, and every later writer is refused.
 
         Raises:
             UserError: the bucket does not exist, the folder cannot be made, or the store refuses to write.
@@ -484,11 +447,10 @@ class ObjectStore:
         return StoreFull(f"could not {action}: the disk that holds {self.url} is full; free some space, and resume")
 
     def retry(self, action: str, operation: Callable[[], T]) -> T:
-        """Runs an operation, repeating it after transient errors until the deadline.
+        """Runs an operation that is safe to repeat, retrying it after transient errors until the deadline.
 
         Args:
             action: describes the operation in error messages, such as ``write KEY``.
-            operation: must be safe to repeat.
 
         Raises:
             StoreUnavailable: no attempt succeeded before the deadline.
@@ -526,6 +488,7 @@ def is_full(error: BaseException) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """True if the store refuses an operation for good: no permission, no credentials, or not a writable folder."""
     is_unwritable = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ELOOP)
+    # by name, because botocore may not be installed
     is_denied = isinstance(error, PermissionError | NotADirectoryError) or type(error).__name__ == "NoCredentialsError"
     return is_unwritable or is_denied
 

@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 SCHEMA_VERSION = 1
-"""Increase this when the stored form of a model changes, and migrate older ones in
-`ratchet.infra.store.log.check_version`."""
+"""To change the stored form of a model, increase this, and migrate older ones in `infra.store.log.check_version`."""
 TRAINED = {"actor", "critic", "ema"}
-"""Roles whose weights get a new version in every iteration, even without an update. A moving reference gets one only by
-commits."""
+"""Roles with a new version of weights in every iteration, even without an update. A moving reference is not among them:
+it gets one only by commits."""
 PAGE = 64
 """Number of closed iterations in a page of the history. Finding an iteration's index takes at most two reads."""
 
@@ -119,8 +118,8 @@ class StageCommit(Frozen):
 
 
 class Journal(Frozen):
-    """The trajectories generated so far for a stage's incomplete shards. Replaces the stage's previous journal; the
-    stage's commit ends it."""
+    """The trajectories generated so far for a stage's incomplete shards. The stage's next journal or its commit ends
+    it."""
 
     kind: Literal["journal"] = "journal"
     iteration: int
@@ -259,11 +258,8 @@ class RunState(StoredModel):
     """The last index of every full page of closed iterations; its `recent` lists the other indexes of its page."""
 
     def apply(self, record: Record, sha256: str) -> None:
-        """Applies the next record, whose bytes have the digest `sha256`.
-
-        Raises:
-            ValueError: the record does not follow the last one.
-        """
+        """Applies the next record, whose bytes have the digest `sha256`. Raises `ValueError` if it does not follow the
+        last one."""
         if record.slot != self.slot + 1 or record.previous != self.sha256:
             raise ValueError(f"log record {record.slot} does not follow record {self.slot}: the log was tampered with")
         self.slot, self.sha256 = record.slot, sha256
@@ -274,6 +270,7 @@ class RunState(StoredModel):
         """Applies one commit of a record of `term`."""
         match commit:
             case Fork():
+                # the place in the log stays that of the fork's own log
                 parent_state = commit.state.model_copy(deep=True, update={"slot": self.slot, "sha256": self.sha256})
                 # in place, because the log and its readers hold this object
                 for name in RunState.model_fields:
@@ -420,11 +417,7 @@ class Record(Frozen):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        """Parses a stored record.
-
-        Raises:
-            ValueError: the bytes are not a record, or were changed.
-        """
+        """Parses a stored record. Raises `ValueError` if the bytes are not a record, or were changed."""
         record = cls.model_validate_json(data)
         size = len(_seal(b""))
         if data[-size:] != _seal(data[:-size] + b"}"):

@@ -74,11 +74,7 @@ class RunStore:
 
     @classmethod
     def at(cls, url: str) -> RunStore:
-        """Opens a run by its URL: any fsspec URL or a local path.
-
-        Raises:
-            UserError: fsspec does not support the protocol, or its package is not installed.
-        """
+        """Opens a run by any fsspec URL or a local path. Raises `UserError` as `backend_for`."""
         return cls(ObjectStore(url))
 
     @property
@@ -101,6 +97,7 @@ class RunStore:
         with self._lock:
             attempt = self._attempts.get((iteration, stage), -1) + 1
             self._attempts[iteration, stage] = attempt
+        # older terms' files were swept when this driver claimed the run
         if attempt:
             leftovers = [key for key in self._uncommitted(iteration, stage) if _term_of(key) == self.log.term]
             self.objects.delete(leftovers)
@@ -111,8 +108,7 @@ class RunStore:
         return self._write_table(_shard_key(iteration, stage, self._tag(attempt), shard), table)
 
     def write_journal(self, iteration: int, stage: str, number: int, table: pa.Table) -> ShardRef:
-        """Writes the trajectories that a worker has generated for a stage's incomplete shards. A `Journal` commits the
-        file.
+        """Writes a worker's trajectories of a stage's incomplete shards. A `Journal` commits the file.
 
         Args:
             number: distinguishes the journals of this driver.
@@ -120,20 +116,13 @@ class RunStore:
         return self._write_table(f"{_journal_prefix(iteration)}{stage}.{self._tag(number)}.parquet", table)
 
     def write_calls(self, iteration: int, stage: str, term: int, table: pa.Table) -> None:
-        """Writes answers before the agents' programs receive them. A driver that resumes the stage adopts the file.
-
-        Args:
-            term: the driver's term.
-        """
+        """Writes answers before the agents' programs receive them. A driver that resumes the stage adopts the file."""
         name = f"{next(_numbers):08d}{secrets.token_hex(4)}"  # other workers write beside this one
         self._write_table(f"{_calls_prefix(iteration, stage)}{name}.{term}-0.parquet", table)
 
     def write_served(self, name: str, table: pa.Table) -> str:
-        """Writes answers of `ratchet serve` and returns their key, which holds their digest because no record does.
-
-        Args:
-            name: unique name of the file.
-        """
+        """Writes answers of `ratchet serve` under a unique name. The returned key holds their digest, because no record
+        does."""
         data = parquet_bytes(table)
         key = f"{SERVED}{name}.{sha256_of(data)}.parquet"
         self.objects.put(key, data)
@@ -144,11 +133,7 @@ class RunStore:
         return [key for key in self.objects.list(SERVED) if is_served(key)]
 
     def read_served(self, key: str) -> pa.Table:
-        """Reads a file of answers of `ratchet serve`.
-
-        Raises:
-            Corrupt: the file is missing or damaged.
-        """
+        """Reads a file of answers of `ratchet serve`."""
         data = self.objects.get_if_there(key)
         if data is None or sha256_of(data) != served_digest(key):
             what = "is gone" if data is None else "is damaged"
@@ -203,12 +188,8 @@ class RunStore:
         return ref
 
     def commit(self, *commits: Commit) -> None:
-        """Commits all of `commits` atomically. The objects that they name must be written already.
-
-        Raises:
-            Fenced: a newer driver holds the run.
-            Deleted: the run was deleted.
-        """
+        """Commits all of `commits` atomically; raises as `RunLog.append`. The objects that they name must be written
+        already."""
         try:
             self.log.append(*commits)
         except Fenced:
@@ -218,11 +199,7 @@ class RunStore:
             raise
 
     def committed_shards(self, stage: str, iteration: int | None = None) -> dict[int, ShardCommit]:
-        """Returns the committed shards of a stage by shard number, whether or not the stage is complete.
-
-        Args:
-            iteration: None for the open iteration.
-        """
+        """Returns the committed shards of a stage by number. None is the open iteration."""
         state = self.state if iteration is None else self.iteration_state(iteration)
         return state.shards.get(stage, {})
 
@@ -238,11 +215,7 @@ class RunStore:
         return manifest
 
     def shards_of(self, state: RunState, stage: str) -> list[ShardRef]:
-        """Lists the data files that a stage has committed, complete or not, in the order of the shards.
-
-        Args:
-            state: the iteration's state, from `iteration_state`.
-        """
+        """Lists the data files that a stage has committed, complete or not, in the order of the shards."""
         committed = state.stages.get(stage)
         if isinstance(committed, StageCommit):
             return list(self.manifest(committed).shards)
@@ -254,13 +227,8 @@ class RunStore:
         return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, StageCommit)}
 
     def columns_of(self, state: RunState, stage: str) -> tuple[str, ...]:
-        """Returns the columns of a stage in an iteration, without `trajectory_id`.
-
-        A stage of the schema has all columns that it declares; any other stage has those that it has committed.
-
-        Args:
-            state: the iteration's state, from `iteration_state`.
-        """
+        """Returns the columns of a stage in an iteration, without `trajectory_id`: those of the schema, or else those
+        committed."""
         if stage in TRAJECTORY.stages:
             return TRAJECTORY.names(stage)
         committed = state.stages.get(stage)
@@ -333,15 +301,11 @@ class RunStore:
         return last if place == PAGE - 1 else self.log.load_index(last).recent[place]
 
     def close(self, metrics: Mapping[str, float], *also: Commit, columns: Iterable[str] = ()) -> None:
-        """Closes the open iteration and makes other commits, in one record.
+        """Closes the open iteration and makes other commits, in one record; raises as `RunLog.append`.
 
         Args:
             also: commits for the same record, such as a snapshot.
             columns: columns of the metrics file beside those of `metrics`; null if `metrics` has no value.
-
-        Raises:
-            Fenced: a newer driver holds the run.
-            Deleted: the run was deleted.
         """
         with self.log.held() as state:  # other threads must not commit ahead while the index is written
             iteration = state.iteration
@@ -393,11 +357,7 @@ class RunStore:
         return f"checkpoints/{role}/{weights.version:06d}.{self._tag(0)}"
 
     def write_checkpoint_files(self, folder: str, files: Mapping[str, bytes]) -> dict[str, File]:
-        """Writes files of a role's full state: all of them, or one rank's share.
-
-        Args:
-            folder: from `checkpoint_folder`.
-        """
+        """Writes files of a role's full state into its `checkpoint_folder`: all of them, or one rank's share."""
         written = {}
         for name, data in files.items():
             ref = self._write(f"{folder}/{name}", data)
@@ -421,8 +381,7 @@ class RunStore:
         """Opens a checkpoint for reading byte ranges of its files, verified against their digests.
 
         Returns:
-            A function of a file's name, the first byte, and the byte after the last one. It raises `Corrupt` if the
-            file is missing or damaged.
+            A function of a file's name, the first byte, and the byte after the last one. It raises `Corrupt`.
         """
 
         @lru_cache(maxsize=KEPT_BLOCKS)
@@ -444,11 +403,7 @@ class RunStore:
         return read
 
     def read_checkpoint(self, checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, bytes]:
-        """Reads files of a checkpoint, verified against their digests.
-
-        Args:
-            names: None for all files.
-        """
+        """Reads files of a checkpoint, all if `names` is None, verified against their digests."""
         wanted = checkpoint.files if names is None else names
         return {name: read_verified(self.objects, checkpoint.files[name]) for name in wanted}
 
@@ -458,11 +413,7 @@ class RunStore:
         return max((number for number, roles in snapshots if number <= version and role in roles), default=None)
 
     def forks(self) -> list[Registration]:
-        """Reads the registrations of this run's forks.
-
-        Raises:
-            Corrupt: a registration is damaged.
-        """
+        """Reads the registrations of this run's forks. Raises `Corrupt` if one is damaged."""
         registrations = []
         for key in self.objects.list("forks/"):
             if not key.endswith(".json"):
@@ -477,14 +428,12 @@ class RunStore:
         return registrations
 
     def commit_snapshot(self, commits: Sequence[Commit]) -> None:
-        """Commits snapshots, then deletes the files of snapshots that the commits expire.
+        """Commits snapshots, then deletes the files of snapshots that the commits expire; raises as `RunLog.append`.
 
         Args:
             commits: snapshots, expirations and any other commits, in one record; if empty, nothing is written.
 
         Raises:
-            Fenced: a newer driver holds the run.
-            Deleted: the run was deleted.
             Corrupt: a fork's registration is damaged, so the files that it needs are unknown; the commits are made.
         """
         expired = [commit.version for commit in commits if isinstance(commit, Expire)]
@@ -566,11 +515,7 @@ _WRITTEN = re.compile(
 
 
 def is_written(key: str) -> bool:
-    """True if this module gave the file its name: data file, journal, manifest, metrics, index, or file of a
-    checkpoint.
-
-    All other files in a run's folder have a fixed name, or were not written by Ratchet.
-    """
+    """True if this module gave the file its name. All other files have a fixed name, or were not written by Ratchet."""
     return _WRITTEN.fullmatch(key) is not None
 
 
@@ -590,7 +535,7 @@ def served_digest(key: str) -> str:
 
 
 _numbers = itertools.count()
-"""Numbers of the files of answers, so that their names sort in the order in which this process wrote them."""
+"""Numbers of the files of answers, which sort in the order in which this process wrote them."""
 
 
 def _metrics_prefix(iteration: int) -> str:
@@ -609,6 +554,7 @@ def parquet_bytes(table: pa.Table) -> bytes:
         for field in table.schema
         if pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type)
     ]
+    # a dictionary would take precedence over byte-stream split
     plain = [field.name for field in table.schema if not pa.types.is_nested(field.type)]
     sink = io.BytesIO()
     pq.write_table(

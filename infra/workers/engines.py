@@ -147,8 +147,8 @@ class Engines:
         return {**self._models, **{role: engine for role, engine in optional.items() if engine is not None}}
 
     def _check_memory(self) -> None:
-        """Checks, before the first model is loaded, that vLLM fits beside the models that will stay. Raises
-        `UserError`."""
+        """Raises `UserError` if vLLM does not fit beside the models that will stay. Runs before the first model is
+        loaded."""
         import torch
 
         from ratchet.rlhf.rollout import device_memory

@@ -35,7 +35,7 @@ class WorkerGroup(Protocol):
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
 
     def replicas(self) -> Sequence[Replica]:
-        """The units that generate independently: processes, or rollout teams."""
+        """Returns the units that generate independently: processes, or rollout teams."""
         ...
 
 

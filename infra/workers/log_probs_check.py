@@ -30,9 +30,6 @@ def check_log_probs(
     Training needs the log-probs of the temperature-scaled logits before truncation. The kind of log-probs that a server
     returns is fixed when the server starts and cannot be queried, so the probe is sampled to expose the wrong kind.
 
-    Args:
-        sampling: how the run samples tokens.
-
     Raises:
         UserError: a server returns the wrong kind of log-probs, or those of another model.
         EngineLost: a server does not answer.

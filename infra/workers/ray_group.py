@@ -63,6 +63,7 @@ class RayWorker:
     def __init__(self, config: RunConfig, url: str, roles: Sequence[str], threads: int, identity: str) -> None:
         import torch
 
+        # the driver's number, because results on CPUs depend on it
         torch.set_num_threads(threads)
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each process only its own devices
         self.config, self.identity = config, identity
@@ -359,6 +360,7 @@ class RayGroup:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        # on a Ray that outlives the driver, the next driver finds the processes
         lifetime = None if _started_here else "detached"
         pool, size = self.pool, self.team_size
         need = {"CPU": pool.cpus_per_worker, "GPU": pool.gpus_per_worker}
@@ -431,8 +433,7 @@ class RayGroup:
 
 
 def in_order(locations: Sequence[Location]) -> list[int]:
-    """Orders processes by machine, and by GPU on a machine. Returns the number of each rank's process, in order of
-    rank.
+    """Returns the number of each rank's process, ordered by machine, and by GPU on a machine.
 
     Ray places bundles in any order, but adjacent ranks should share a machine: those that split matrices or sequences
     talk in every layer. The ranks of a rollout team are adjacent and always share one: where every machine has whole

@@ -88,6 +88,7 @@ class Worker:
         is_writer = ranks.rank() == 0  # the other ranks hold the same rows
         return [
             ComputedShard(self._write(request, output) if is_writer else None, output.summary, seconds / len(outputs))
+            # fewer outputs if a shard is not finite
             for request, output in zip(requests, outputs, strict=False)
         ]
 
@@ -140,11 +141,8 @@ class Worker:
         return outputs
 
     def generated(self, requests: Sequence[RowsCall[C, S]]) -> Iterator[tuple[int, ShardOutput[S]]]:
-        """Computes shards of a stage that generates, all at the same time, with the weights that the rollout holds.
-
-        Yields:
-            Number, rows and summary of each shard, in order of completion.
-        """
+        """Yields number, rows and summary of shards of a stage that generates, all at the same time, in order of
+        completion."""
         engine = self.engines.rollout()
         batches = [[request] for request in requests] if engine.in_batches else [requests]
         for batch in batches:
@@ -167,13 +165,10 @@ class Worker:
                 self.rollouts.drop(list(by_key))
 
     def begin(self, request: RowsCall[C, S], *, records: bool = True) -> tuple[tuple[str, ...], ...]:
-        """Opens a shard of a stage that generates.
+        """Opens a shard of a stage that generates. Returns the ids of its trajectories, grouped by prompt.
 
         Args:
             records: store the answers that agents get, so that a crash does not lose them.
-
-        Returns:
-            The ids of its trajectories, grouped by prompt.
         """
         self.accept_term(request.call.term)
         call = request.call
@@ -184,7 +179,7 @@ class Worker:
         return CallLog(partial(self.store.write_calls, iteration, stage, self.term))
 
     def journal(self, iteration: int, stage: str, number: int) -> ShardRef | None:
-        """Writes the trajectories that a stage's open shards have generated so far; returns None if there are none.
+        """Writes the trajectories that a stage's open shards have so far; returns None without any.
 
         Args:
             number: distinguishes the journals of this driver.
@@ -235,11 +230,7 @@ class Worker:
         return self.rollouts.take(key, names)
 
     def finish(self, request: RowsCall[C, S], others: Sequence[Pending[list[Dialogue]]] = ()) -> ComputedShard[S]:
-        """Computes and writes a shard whose trajectories are complete, without committing it.
-
-        Args:
-            others: the trajectories that other workers have generated.
-        """
+        """Computes and writes a shard whose trajectories are complete, here or with `others`, without committing it."""
         started = time.perf_counter()
         elsewhere = [dialogue for pending in others for dialogue in pending.result()]
         output = self._output(request, self.rollouts.finish(request.key, elsewhere))
@@ -281,9 +272,7 @@ class Worker:
     def update(self, request: UpdateCall[C]) -> Updated:
         """Updates a role from the call's weights to the next version. Repeating the call returns the finished result.
 
-        Raises:
-            Fenced: a newer driver uses the worker.
-            WrongPolicyVersion: the role does not hold the weights of the call.
+        Raises `Fenced` and `WrongPolicyVersion` as `computed`.
         """
         role = request.call.role
         assert role in self.roles
@@ -332,11 +321,8 @@ class Worker:
         return self.engines.owner("rollout") == "actor"
 
     def copy_to_rollout(self, weights: Weights) -> int | None:
-        """Copies the actor's weights to the rollout of this process.
-
-        Returns:
-            Bytes that were moved; None: this worker's actor does not hold these weights.
-        """
+        """Copies the actor's weights to the rollout of this process. Returns the bytes moved; None: the actor has other
+        weights."""
         return self._rollout_weights.copy(weights)
 
     def open_rendezvous(self) -> str:
@@ -363,8 +349,7 @@ class Worker:
     def send_weights(self, weights: Weights) -> int | None:
         """Sends the actor's weights over the link, while the rollout's processes call `receive_weights`.
 
-        Returns:
-            Bytes that were sent; None: the transfer failed, or the actor holds other weights by now.
+        Returns the bytes sent; None: the transfer failed, or the actor holds other weights by now.
         """
         return self._rollout_weights.send(weights)
 
@@ -412,8 +397,7 @@ class Worker:
     def finish_save(self, role: str) -> ObjectRef | None:
         """Waits until all ranks have written their shares, and writes the checkpoint's manifest.
 
-        Returns:
-            The manifest, on rank 0. None on other ranks, or if a process died since `begin_save`.
+        Returns the manifest on rank 0. None on other ranks, or if a process died since `begin_save`.
         """
         return self._checkpoints.finish(role)
 

@@ -7,11 +7,7 @@ from ratchet.rlhf.config import RunConfig
 
 
 def check_devices(config: RunConfig) -> None:
-    """Checks that this machine has the GPUs of a run's pools, or of its vLLM.
-
-    Raises:
-        UserError: GPUs are missing; a line for each mistake.
-    """
+    """Raises `UserError` if this machine lacks the GPUs of a run's pools, or of its vLLM."""
     import torch
 
     gpus = torch.cuda.device_count()

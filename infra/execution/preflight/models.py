@@ -142,11 +142,7 @@ def _readers(config: RunConfig) -> list[ModelConfig]:
 
 
 def check_lengths(config: RunConfig) -> None:
-    """Checks that the models can read a longest prompt with its longest response.
-
-    Raises:
-        UserError: a model cannot; a line for each.
-    """
+    """Raises `UserError` if a model cannot read a longest prompt with its longest response."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     limits = {model.path: longest_sequence(model) for model in _readers(config)}
     refuse(

@@ -11,11 +11,8 @@ from ratchet.rlhf.config import RunConfig
 
 
 def check_packages(config: RunConfig) -> None:
-    """Checks that the config's packages are installed, have the GPUs that they need, and are logged in.
-
-    Raises:
-        UserError: something is missing; a line for each package.
-    """
+    """Raises `UserError` if a package of the config is not installed, lacks a GPU that it needs, or is not logged
+    in."""
     engines = {trainer.engine.type: trainer.engine for trainer in config.trainers.values()}
     rollout = config.rollout.engine
     adapts = config.model.lora is not None or config.critic_model.lora is not None

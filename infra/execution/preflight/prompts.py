@@ -120,7 +120,7 @@ class _Scan:
         self._firsts: dict[str, dict[str, Prompt]] = {}
         """The first prompt of each data source, by file."""
         self._renders: dict[tuple[str, ...], bool] = {}
-        """Whether templates render conversations with these roles: they look at little else."""
+        """By roles of a conversation, True if templates render it: they look at little else."""
 
     @property
     def samples(self) -> list[Prompt]:

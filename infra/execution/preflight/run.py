@@ -75,11 +75,7 @@ def other_averages(before: RunConfig, config: RunConfig, iteration: int) -> list
 def _other_settings(
     claim: Claim, iteration: int, config: RunConfig, outside: OutsideInputs, *, can_continue: bool
 ) -> list[str]:
-    """Refuses a config that would learn from something else than the run did.
-
-    Args:
-        can_continue: the open iteration can continue with the config.
-    """
+    """Refuses a config that would learn from something else than the run did."""
     changed = differences(stored_config(claim.config, "the claim").learned_from(), config.learned_from())
     if claim.outside.get("dataset") == outside.digest("dataset"):  # other paths, the same prompts
         changed = [change for change in changed if not change.startswith("data.train ")]
