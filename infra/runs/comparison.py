@@ -15,9 +15,9 @@ is the mean square of the steps, with the noise of the prompts as one more step,
 only once. Each resampled difference gets a wobble, drawn from a Student distribution with m + 1 degrees of freedom and
 scaled by :math:`\\sqrt w`.
 
-An interval that contains 0 shows that the runs are equal only if it is narrow. If it is wider than `TOO_WIDE` of the
-range of the scores, the verdict is "cannot tell". So it is if all scores are equal, where a bootstrap gives an interval
-of width 0, or if the runs have different rewards.
+An interval that contains 0 shows that the runs are equal only if it is narrow. The verdict is "cannot tell" if the
+interval is wider than `TOO_WIDE` of the range of the scores, if all scores are equal (a bootstrap then gives an
+interval of width 0), or if the runs have different rewards.
 """
 
 from __future__ import annotations

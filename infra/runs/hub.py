@@ -66,7 +66,7 @@ def push(
                 repo_id=url.repo_id,
                 folder_path=folder,
                 commit_message=f"{role} after {counted(version, 'iteration')} of {name}",
-                delete_patterns=list(LAYOUTS),  # those that it does not replace
+                delete_patterns=list(LAYOUTS),  # of earlier pushes
             )
     return Pushed(str(url), private)
 
@@ -91,6 +91,6 @@ def _one_line(repo: str) -> Iterator[None]:
         raise RatchetError(
             f"cannot reach {constants.ENDPOINT}: {in_one_line(error)}; repeat the command later"
         ) from None
-    except (OSError, RuntimeError, ValueError) as error:  # an upload that failed, files, metadata that is not valid
+    except (OSError, RuntimeError, ValueError) as error:  # a failed upload, unreadable files, invalid metadata
         cause = f" ({in_one_line(error.__cause__)})" if error.__cause__ is not None else ""
         raise RatchetError(f"{repo} was not pushed: {in_one_line(error)}{cause}") from error

@@ -136,7 +136,7 @@ def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
             ids = [*ids, *call["heard_ids"]]
             is_text = "messages" in asked and "tools" not in asked and all(map(_is_plain, (*messages, answer)))
             if is_text:
-                if call["finish_reason"] == "length":  # who learns it would learn to stop there
+                if call["finish_reason"] == "length":  # training on it would teach to stop there
                     left_out["cut off at the token limit"] += 1
                 yield {
                     "is_whole": call["finish_reason"] != "length",
@@ -200,7 +200,7 @@ def _score(row: Mapping[str, Any], where: str) -> float | None:
         return None
     value = row[column]
     with suppress(ValueError):
-        value = json.loads(value.lower()) if isinstance(value, str) else value  # CSV has texts
+        value = json.loads(value.lower()) if isinstance(value, str) else value  # CSV values are text
     if not isinstance(value, int | float):
         raise UserError(f"{where}: {column} is {row[column]!r:.60}: write a number, or true and false")
     return float(value)

@@ -52,7 +52,7 @@ def model_card(run: Run, checkpoint: Checkpoint, base: str | None) -> str:
     name, version, role = run.store.url.rpartition("/")[2], checkpoint.weights.version, checkpoint.role
     claim = _trained_by(run, version)
     config = stored_config(claim.config, run.store.url)
-    model = run.config.model_of(role)  # where it is today
+    model = run.config.model_of(role)  # its path may have changed since
     datasets = [dataset for url in config.data.train for dataset in _HUB_DATASET.findall(url)]
     metadata = ModelCardData(
         base_model=base_models(model) or None,
@@ -273,7 +273,7 @@ def _answer(config: RunConfig, has_template: bool) -> list[str]:
 def _origin(name: str, checkpoint: Checkpoint) -> str:
     digest, version, role = _code(checkpoint.weights.digest), checkpoint.weights.version, checkpoint.role
     known = f"In the run's store, these weights with their optimizer state have the digest\n{digest}."
-    if role == "reference":  # which the command line does not export
+    if role == "reference":  # the command line does not export it
         return known
     option = "" if role == "actor" else f" --role {role}"
     explain = _code(f"ratchet explain {shlex.quote(name)} {version}{option}")

@@ -15,6 +15,9 @@ def write_parquet(table: pa.Table, output: str) -> None:
 
     Args:
         output: path of the file in an existing folder, or fsspec URL.
+
+    Raises:
+        UserError: the store refuses access, or fsspec does not support the protocol.
     """
     content = parquet_bytes(table)
     if "://" in output:

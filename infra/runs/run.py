@@ -63,7 +63,7 @@ def no_run(url: str) -> UserError:
     store = parent or str(RunSection.model_fields["store"].default)
     try:
         near = get_close_matches(name, run_names(store), n=3)
-    except RatchetError:  # of a store that cannot be listed the user knows enough
+    except RatchetError:  # the store cannot be listed: no suggestions then
         near = []
     if parent and near:
         remedy = f"is it {' or '.join(near)}?"
@@ -90,7 +90,7 @@ def check_store(store_url: str) -> None:
         _entries(store_url)
     except FileNotFoundError as error:
         is_local = isinstance(ObjectStore(store_url).backend, LocalBackend)
-        if is_local or error.__cause__ is not None:  # of a folder that is merely empty, an object store knows nothing
+        if is_local or error.__cause__ is not None:  # an object store does not know empty folders
             kind = "folder" if is_local else "bucket"
             raise UserError(f"--store {store_url}: there is no such {kind}; name that of your runs") from None
 
@@ -210,7 +210,7 @@ class Run:
             else:
                 readable.append((state, by_stage))
                 known |= dict.fromkeys(name for names in by_stage.values() for name in names)
-        asked = [name for name in columns or () if name != "iteration"]  # which is always there
+        asked = [name for name in columns or () if name != "iteration"]  # always present
         if unknown := [name for name in asked if name not in known]:
             raise UserError(f"there is no column {unknown[0]}; columns are iteration, {', '.join(known)}")
         wanted = list(known) if columns is None else asked
@@ -454,7 +454,7 @@ class Run:
             for name, data in files.items():
                 (target / name).write_bytes(data)
             if named_base is not None:
-                # The stored one tells no task, and names the folder of a download of the base model.
+                # The stored config names no task, and its base model is the folder of a download.
                 task = "TOKEN_CLS" if role == "critic" else "CAUSAL_LM"
                 settings = json.loads(files[ADAPTER_CONFIG]) | {
                     "base_model_name_or_path": named_base,
@@ -475,7 +475,7 @@ class Run:
         try:
             path.write_text(model_card(self, checkpoint, base), encoding="utf-8")
         except Corrupt as damage:
-            path.unlink(missing_ok=True)  # that of an earlier export
+            path.unlink(missing_ok=True)  # the card of an earlier export
             # the export is still good without it
             note(f"the folder gets no model card: {damage}")
 

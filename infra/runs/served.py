@@ -14,7 +14,7 @@ MERGED = 256
 
 
 class ServedLog:
-    """Writes the answers of one server. A crash loses none, but may leave some in two files, which readers notice."""
+    """A log of one server's answers. A crash loses none, but may leave some in two files, which readers notice."""
 
     def __init__(self, store: RunStore, server: str) -> None:
         """Takes the run, and a unique name of the server."""

@@ -183,7 +183,7 @@ def _dataset(table: FileTable) -> ds.Dataset:
 
 
 class _Opening(FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
-    """Opens data files by their keys."""
+    """A file system that opens data files by their keys."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(fsspec.filesystem("memory"))  # nothing but the method below is used

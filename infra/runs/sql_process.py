@@ -28,10 +28,10 @@ def main() -> None:
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     memory_bytes, threads, seconds = int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, whatever it is at
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is doing
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     warnings.simplefilter("ignore")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says when it finds no memory
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silences libraries that run out of memory
     try:
         while True:
             head = json.loads(pipe.recv_bytes())
@@ -43,7 +43,7 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             for part in answers:
                 pipe.send_bytes(part)
-    except (EOFError, OSError):  # the parent has ended, or needs this process no more
+    except (EOFError, OSError):  # the parent has ended, or closed the pipe
         return
 
 

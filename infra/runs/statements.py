@@ -100,7 +100,7 @@ class SQLProcess:
             self.kill()
             raise
         if head["kind"] == "memory":
-            self.kill()  # and what it holds
+            self.kill()  # frees its memory
         return _frames(head, answered, self._limits)
 
     def is_fit(self) -> bool:

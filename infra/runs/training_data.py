@@ -275,7 +275,7 @@ def _rows(
         if not good:
             left_out[Reason.MIN_SCORE if whole else Reason.CUT_OFF] += 1
             continue
-        best = max(good, key=lambda answer: answer.score)  # of equal ones the first
+        best = max(good, key=lambda answer: answer.score)  # the first of equals
         if not selection.kind.is_of_pairs:
             yield Row(question, (best,))
             continue
@@ -311,7 +311,7 @@ def _reaches(score: float, least: float | None) -> bool:
     return least is None or bool(score >= np.float32(least))
 
 
-# What is left out of the rows.
+# Filters.
 
 
 def _decontaminated(

@@ -286,7 +286,7 @@ class RunLog:
             if stored is not None:
                 # in a deleted folder the slot is free, so the create succeeds
                 if self.term > 0 and self.is_deleted(record.slot):
-                    if stored == data:  # a record without its predecessors is no log
+                    if stored == data:  # a record without its predecessors is not a log
                         self.objects.delete([key])
                     raise Deleted.of(self.objects.url)
                 return self._apply(stored).uuid == record.uuid

@@ -154,7 +154,7 @@ class LocalBackend:
 
     def delete_empty_folders(self) -> None:
         """Deletes empty folders, including the root."""
-        for folder, _, _ in os.walk(self.root, topdown=False):  # which follows no links
+        for folder, _, _ in os.walk(self.root, topdown=False):  # does not follow links
             with suppress(OSError):  # it is not empty
                 Path(folder).rmdir()
 

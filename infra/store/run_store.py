@@ -305,7 +305,7 @@ class RunStore:
 
         Args:
             also: commits for the same record, such as a snapshot.
-            columns: columns of the metrics file beside those of `metrics`; null if `metrics` has no value.
+            columns: columns of the metrics file in addition to those of `metrics`; null if `metrics` has no value.
         """
         with self.log.held() as state:  # other threads must not commit ahead while the index is written
             iteration = state.iteration
@@ -344,7 +344,7 @@ class RunStore:
             journals = [] if state is None else state.journals.values()
             parts = {part.key for journal in journals for part in journal.parts}
             keys = self.objects.list(_journal_prefix(iteration))
-            return [key for key in keys if key not in parts and not is_call_file(key)]  # which are adopted later
+            return [key for key in keys if key not in parts and not is_call_file(key)]  # call files are adopted later
         if stage == CLOSE:
             return self.objects.list(_metrics_prefix(iteration))
         committed = {shard.data.key for shard in self.committed_shards(stage, iteration).values()}

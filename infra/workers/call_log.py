@@ -31,8 +31,7 @@ CALLS = pa.schema([(name, kind) for name, (kind, _) in CALL_COLUMNS.items()])
 
 
 class CallLog:
-    """Writes answers to files, batching those that arrive while a file is being written. Used on the event loop
-    only."""
+    """A log of answers, which batches those that arrive while a file is being written. Used on the event loop only."""
 
     def __init__(self, write: Callable[[pa.Table], None]) -> None:
         """Takes a function that stores a table with the columns `CALLS`."""

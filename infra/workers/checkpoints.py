@@ -36,7 +36,7 @@ class Saving:
 
 
 class CheckpointWriter:
-    """Writes this rank's share of the roles' checkpoints in the background."""
+    """A background writer of this rank's share of the roles' checkpoints."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store

@@ -545,7 +545,7 @@ def connect_to_running() -> bool:
     if ray.is_initialized():
         return True
     address = os.environ.get("RAY_ADDRESS", "auto")
-    if address == "local":  # Ray's word for one of its own
+    if address == "local":  # Ray's word for a new instance
         return False
     try:
         ray.init(address=address, **QUIET)

@@ -35,7 +35,7 @@ LINK_S = 1800.0
 
 
 class RolloutWeights:
-    """Gives new weights to the rollout of this process, or sends the actor's to rollouts of others.
+    """Transfers of new weights to the rollout of this process, or of the actor's to rollouts of other processes.
 
     Methods without a docstring answer calls of `Worker`, which describes them.
     """

@@ -58,7 +58,7 @@ WAIT_S = 1.0
 
 
 class Worker:
-    """Answers the calls of one process: computes shards and updates, generates, and loads, moves and saves weights."""
+    """The worker of one process, which computes shards and updates, generates, and loads, moves and saves weights."""
 
     def __init__(self, config: RunConfig, store: RunStore, roles: Iterable[str] | None = None) -> None:
         if config.run.deterministic:

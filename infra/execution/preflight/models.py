@@ -95,7 +95,7 @@ def _check_packing(config: RunConfig, owner: str) -> None:
     trainer = config.trainers[owner]
     if trainer.packing is not True or trainer.micro_batch_tokens <= LONGEST_MASK:
         return
-    frozen = config.frozen_models if owner == "actor" else {}  # which are computed as the actor says
+    frozen = config.frozen_models if owner == "actor" else {}  # the actor's settings apply to frozen models, too
     models = {owner: config.model_of(owner)} | {role: config.model_of(role) for role in frozen}
     masked = [
         role

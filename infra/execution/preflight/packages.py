@@ -28,7 +28,7 @@ def check_packages(config: RunConfig) -> None:
         ("tracking", bool(config.tracking), "accelerate", "tracking"),
     ):
         if key == "tracking" and any(mistake.startswith("tracking: ") for mistake in mistakes):
-            continue  # whose extras have it
+            continue  # their extras contain accelerate
         if asked and package is not None and package not in unusable and not is_installed(package):
             mistakes.append(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
     if "wandb" in config.tracking and is_installed("wandb") and not has_login():
@@ -42,7 +42,7 @@ def is_installed(package: str) -> bool:
     """True if a package can be imported."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of its parent
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 

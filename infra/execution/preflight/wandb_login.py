@@ -33,7 +33,7 @@ def _settings() -> dict[str, str]:
     user = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     try:
         parser.read([user / "settings", Path(os.environ.get("WANDB_DIR") or ".") / "wandb" / "settings"])
-    except configparser.Error:  # which wandb ignores, too
+    except configparser.Error:  # wandb ignores it, too
         return {}
     return dict(parser.defaults())
 
