@@ -86,6 +86,7 @@ class Heartbeat:
                 self._delete_what_is_left()
                 return
             current = read(self.objects)
+            # otherwise the heartbeat is a newer driver's
             if current is None or current.term <= self.term:
                 self._beat(stopped=True, failure=failure)
                 self.objects.delete([stop_key(self.term)])

@@ -36,6 +36,7 @@ class Stopping:
         """Takes the command that resumes, for the message to the user."""
         self._why: RatchetError = Stopped.as_asked(resume_command)
         self._asked = False
+        # its `put` is reentrant, so a signal handler may call it
         self._requests = SimpleQueue[Literal["soon", "at once", "ended"]]()
 
     def request(self, signum: int | None = None, _: FrameType | None = None) -> None:

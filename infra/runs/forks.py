@@ -21,6 +21,7 @@ def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> Ru
     """
     now = store.state
     if iteration == 0:
+        # without roles that were added later
         first = {role: weights for role, weights in now.initial.items() if weights.version == 0}
         state = RunState(initial=dict(first), weights=dict(first), starting=dict(first))
     else:

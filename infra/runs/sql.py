@@ -115,8 +115,8 @@ def isolated(memory_bytes: int, threads: int) -> duckdb.DuckDBPyConnection:
             "threads": str(threads),
             "temp_directory": "",
             "arrow_lossless_conversion": "true",
-            "python_enable_replacements": "false",
-            "lock_configuration": "true",
+            "python_enable_replacements": "false",  # otherwise a name could be a variable of this process
+            "lock_configuration": "true",  # otherwise a statement could undo the rest
         }
     )
 

@@ -199,7 +199,7 @@ class RunStore:
             raise
 
     def committed_shards(self, stage: str, iteration: int | None = None) -> dict[int, ShardCommit]:
-        """Returns the committed shards of a stage by number. None is the open iteration."""
+        """Returns the committed shards of a stage by number, by default in the open iteration."""
         state = self.state if iteration is None else self.iteration_state(iteration)
         return state.shards.get(stage, {})
 
@@ -235,6 +235,7 @@ class RunStore:
         if isinstance(committed, Skip):
             return ()
         if committed is not None:
+            # the first is `trajectory_id`
             return self.manifest(committed).columns[1:]
         shards = self.shards_of(state, stage)
         return tuple(self.read_shard(shards[0]).column_names[1:]) if shards else ()
@@ -346,6 +347,7 @@ class RunStore:
             keys = self.objects.list(_journal_prefix(iteration))
             return [key for key in keys if key not in parts and not is_call_file(key)]  # call files are adopted later
         if stage == CLOSE:
+            # the iteration is not closed, so no record names its metrics
             return self.objects.list(_metrics_prefix(iteration))
         committed = {shard.data.key for shard in self.committed_shards(stage, iteration).values()}
         return [key for key in self.objects.list(f"{_shard_folder(iteration, stage)}/") if key not in committed]

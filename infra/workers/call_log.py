@@ -58,6 +58,7 @@ class CallLog:
                 # every waiting caller gets the error, even a cancellation
                 failure = error
             for _, stored in taken:
+                # its caller may have been cancelled
                 if not stored.done():
                     stored.set_result(None) if failure is None else stored.set_exception(failure)
         self._writing = None

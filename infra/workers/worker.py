@@ -230,7 +230,8 @@ class Worker:
         return self.rollouts.take(key, names)
 
     def finish(self, request: RowsCall[C, S], others: Sequence[Pending[list[Dialogue]]] = ()) -> ComputedShard[S]:
-        """Computes and writes a shard whose trajectories are complete, here or with `others`, without committing it."""
+        """Computes and writes a complete shard, without committing it. `others` are the trajectories of other
+        workers."""
         started = time.perf_counter()
         elsewhere = [dialogue for pending in others for dialogue in pending.result()]
         output = self._output(request, self.rollouts.finish(request.key, elsewhere))
@@ -368,6 +369,7 @@ class Worker:
             self._held.lose(role)
             if stored is not None:
                 self.engines.model(role, learns=True).load_state(stored)
+            # a reference that is the actor's base model has no tensors of its own to reset
             elif role != "reference" or self.engines.owner(role) != "actor":
                 self.engines.forget(role)
                 self.engines.model(role)
