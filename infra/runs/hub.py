@@ -24,8 +24,7 @@ def push(
 ) -> Pushed:
     """Uploads a snapshot to a model repository on the hub, as `Run.export` writes it to be published.
 
-    The repository is created if it does not exist. The token is that of the environment (HF_TOKEN) or of `hf auth
-    login`.
+    The repository is created if it does not exist. The token is HF_TOKEN's, or that of a login (`hf auth login`).
 
     Args:
         repo: the repository, as owner/name; without an owner it is the user's.
@@ -66,7 +65,7 @@ def push(
                 repo_id=url.repo_id,
                 folder_path=folder,
                 commit_message=f"{role} after {counted(version, 'iteration')} of {name}",
-                delete_patterns=list(LAYOUTS),  # of earlier pushes
+                delete_patterns=list(LAYOUTS),  # files of earlier pushes
             )
     return Pushed(str(url), private)
 

@@ -40,9 +40,9 @@ PAIRS = pa.schema(
 def unsure_pairs(run: Run, count: int, window: int | None) -> pa.Table:
     r"""Chooses the pairs whose order is least certain to a run's reward model.
 
-    Under the Bradley-Terry model, with which it was trained, answer a is better with probability :math:`\sigma(r_a -
-    r_b)`, which is closest to one half where the scores differ least (uncertainty sampling). A prompt gives at most one
-    pair per iteration.
+    Under the Bradley-Terry model, with which it was trained, answer a is better with probability
+    :math:`\sigma(r_a - r_b)`, which is closest to one half where the scores differ least (uncertainty sampling). A
+    prompt gives at most one pair per iteration.
 
     Args:
         count: largest number of pairs.

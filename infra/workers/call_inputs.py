@@ -52,6 +52,7 @@ class CallInputs:
                 ids=row["response_ids"],
                 log_probs=row["rollout_log_probs"],
                 mask=row["response_mask"],
+                # null if one version drew all tokens
                 versions=row["token_versions"] or [row["policy_version"]] * len(row["response_ids"]),
                 finish_reason=row["finish_reason"],
                 source=f"{experience.source} {row['trajectory_id']}",
