@@ -203,7 +203,7 @@ class RayGroup:
         """Takes `identity`, which identifies models, code and data outside the config; processes with another identity
         are ended."""
         self.config, self.name, self.threads = config, pool, threads
-        # Ray's processes have another working folder
+        # Ray's processes may have another working folder
         self.url = f"file://{Path(url.removeprefix('file://')).resolve()}" if url.startswith("file://") else url
         self.identity = sha256_of(f"{identity}\n{_engines_of(config)}".encode())
         self.pool: PoolConfig = config.pools[pool]
