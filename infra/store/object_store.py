@@ -488,7 +488,7 @@ def is_full(error: BaseException) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """True if the store refuses an operation for good: no permission, no credentials, or not a writable folder."""
     is_unwritable = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ELOOP)
-    # by name, because botocore may not be installed
+    # `NoCredentialsError` is botocore's, which is imported only for S3
     is_denied = isinstance(error, PermissionError | NotADirectoryError) or type(error).__name__ == "NoCredentialsError"
     return is_unwritable or is_denied
 
