@@ -16,7 +16,7 @@ class Note:
 
 @dataclass(frozen=True)
 class StageProgress:
-    """A stage has committed `done` of its `total` shards."""
+    """The number of shards that a stage has committed."""
 
     iteration: int
     stage: str
@@ -30,7 +30,7 @@ class StageProgress:
 
 @dataclass(frozen=True)
 class StepProgress:
-    """Work outside stages, such as a fit or a check, has done `done` of its `total` steps."""
+    """Progress outside stages, such as that of a fine-tuning run or a check."""
 
     what: str
     done: int
@@ -39,7 +39,7 @@ class StepProgress:
 
 @dataclass(frozen=True)
 class ReplayProgress:
-    """A replay has recomputed a committed update, on the way to the role's version `total`."""
+    """Progress of replaying committed updates, up to the role's version `total`."""
 
     role: str
     done: int
@@ -48,8 +48,6 @@ class ReplayProgress:
 
 @dataclass(frozen=True)
 class IterationClosed:
-    """An iteration is complete."""
-
     iteration: int
     metrics: Mapping[str, float]
 
@@ -60,19 +58,19 @@ _listeners: list[Listener] = []
 
 
 def report(event: Event) -> None:
-    """Send an event to every listener."""
+    """Sends an event to every listener."""
     for listener in _listeners:
         listener(event)
 
 
 def note(text: str) -> None:
-    """Send a message for the user to every listener."""
+    """Sends a message for the user to every listener."""
     report(Note(text))
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Send events to `listener` during the `with` statement."""
+    """Sends events to `listener` during the `with` statement."""
     _listeners.append(listener)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Claiming a run: checks that no other driver is alive, and records the driver's config, code and packages."""
+"""Claims a run: checks that no other driver is alive, and records the driver's config, code and packages."""
 
 from __future__ import annotations
 
@@ -46,15 +46,12 @@ class Config(Protocol):
 
 
 def run_url(store: str, name: str) -> str:
-    """The URL of a run's folder."""
+    """Returns the URL of a run's folder."""
     return f"{store.rstrip('/')}/{name}"
 
 
 def begin(store: RunStore, config: Config, take_over: bool) -> RunState:
-    """Read the run's state before a claim.
-
-    Returns:
-        The state; its slot is -1 if the run does not exist.
+    """Reads the run's state before a claim. Its slot is -1 if the run does not exist.
 
     Raises:
         UserError: the run is of another kind, or the store cannot keep two drivers apart.
@@ -74,7 +71,7 @@ def begin(store: RunStore, config: Config, take_over: bool) -> RunState:
 
 
 def is_fit(config: Mapping[str, Any]) -> bool:
-    """Whether a claim's config is that of a fit: only fits have an output folder."""
+    """True if a claim's config is that of a fine-tuning run: only those have an output folder."""
     return "output" in config
 
 
@@ -88,15 +85,8 @@ def claim(
     outside: Mapping[str, str] | None = None,
     versions: Mapping[str, int] | None = None,
 ) -> None:
-    """Claim the run, which fences every older driver; write `run.json` if it is missing.
-
-    Args:
-        initial: each role's initial weights.
-        frozen: roles whose weights never change.
-        ahead: the number of iterations beyond the open one that the driver may generate.
-        outside: digests of the stages' inputs outside the store.
-        versions: the version of each stage's code.
-    """
+    """Claims the run, which fences every older driver; writes `run.json` if it is missing. See `Claim` for the
+    arguments."""
     store.log.claim(
         Claim(
             config=config.model_dump(mode="json"),
@@ -116,7 +106,7 @@ def claim(
 
 
 def refuse_if_driven(store: RunStore, take_over: bool) -> None:
-    """Raise `Fenced` if another driver is alive, unless `take_over` is set."""
+    """Raises `Fenced` if another driver is alive, unless `take_over` is set."""
     if not take_over and (alive := heartbeat.is_alive(store.objects, lambda text: note(text))):
         name = store.url.rpartition("/")[2]
         raise Fenced(
@@ -126,7 +116,7 @@ def refuse_if_driven(store: RunStore, take_over: bool) -> None:
 
 
 def check_store(objects: ObjectStore, config: Config) -> None:
-    """Refuse a store on which two drivers could overwrite each other's commits."""
+    """Raises `UserError` for a store on which two drivers could overwrite each other's commits."""
     if not config.run.single_writer and not objects.honours_create():
         raise UserError(
             f"the store {config.run.store} ignores create-if-absent, so two drivers could overwrite each other's "
@@ -135,7 +125,7 @@ def check_store(objects: ObjectStore, config: Config) -> None:
 
 
 def run_json_is_readable(store: RunStore) -> bool:
-    """Whether `run.json` exists and holds a config."""
+    """True if `run.json` exists and holds a config."""
     try:
         return isinstance(json.loads(store.objects.get("run.json"))["config"], dict)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -143,7 +133,7 @@ def run_json_is_readable(store: RunStore) -> bool:
 
 
 def run_json(store: RunStore) -> bytes:
-    """The contents of `run.json`: a copy for users of data in the log's first record."""
+    """Returns the contents of `run.json`: a copy for users of data in the log's first record."""
     [first, *_] = store.log.record(0).commits
     parent, at = (store.objects.of_run(first.parent).url, first.at) if isinstance(first, Fork) else (None, None)
     claim = first.claim if isinstance(first, Fork) else first
@@ -153,16 +143,17 @@ def run_json(store: RunStore) -> bytes:
 
 
 def _set_threads(last: Claim | None) -> int:
-    """Set the number of CPU threads to that of the last claim, because results depend on it; return the number."""
+    """Sets the number of CPU threads to that of the last claim, and returns it."""
     import torch
 
+    # on CPUs, results depend on the number of threads
     if last is not None and not torch.cuda.is_available():
         torch.set_num_threads(last.threads)
     return torch.get_num_threads()
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of Python and of the installed packages that can affect results."""
+    """Returns the versions of Python and of the installed packages that can affect results."""
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
@@ -173,7 +164,7 @@ def package_versions() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """The sha256 of the sources of the four packages."""
+    """Returns the sha256 of the sources of the four packages."""
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parents[2]
     for package in ("flows", "tasks", "rlhf", "infra"):

@@ -42,7 +42,7 @@ class AheadRollouts:
     loaded: Weights | None = None
     """The weights that were loaded last; None: each iteration generates with its starting weights."""
     replicas: Replicas | None = None
-    """The replicas of the rollout, once they generate."""
+    """The replicas of the rollout; None until they generate."""
     starting: threading.Lock = field(default_factory=threading.Lock)
     """Held while `replicas` changes."""
     started: dict[int, StageHandle] = field(default_factory=dict)
@@ -54,7 +54,6 @@ class Dependencies:
     """The dependencies of a pipeline's stages, other than config and inputs."""
 
     stages: tuple[str, ...]
-    """The stages' names."""
     outside: frozenset[Outside]
     versions: Mapping[str, int]
     """The version of each stage's code."""
@@ -66,6 +65,7 @@ class Driver:
     def __init__(self, config: RunConfig, store: RunStore) -> None:
         self.config = config
         self.store = store
+        # a lambda, because `outside` needs the resources of the groups
         self.groups = WorkerGroups(config, store, lambda: self.outside.identity())
         self.outside = OutsideInputs(config, self.groups.local.worker.resources)
         self.executors = Executors()
@@ -76,13 +76,13 @@ class Driver:
         """Held while weights are loaded: two executors may find at the same time that a role needs other weights."""
         self.has_said_that_replays_differ = False
         self.solve_rates: dict[int, dict[int, float]] = {}
-        """Solve rates of prompts, by closed iteration and row of the dataset, as far as they were read."""
+        """Cached solve rates of prompts, by closed iteration and row of the dataset."""
         self.experience: dict[tuple[str, int], list[Experience]] = {}
-        """Prompts that can be drawn with their answers, by run and closed iteration, as far as they were read."""
+        """Cached prompts that can be drawn with their answers, by run and closed iteration."""
         self.expert_answers: Matched | None = None
-        """The answers of `data.replay.files` by prompt, once they were read."""
+        """The answers of `data.replay.files` by prompt; None until they are read."""
         self.experience_runs: dict[str, RunStore] = {}
-        """The other runs of `data.replay`, as they were when they were read first."""
+        """The other runs of `data.replay`, as of their first reading."""
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
 
     @property
@@ -94,7 +94,7 @@ class Driver:
         return self.store.log.term
 
     def tidy(self) -> None:
-        """Commit a snapshot that was written in the background. Called while stages compute."""
+        """Commits a snapshot that was written in the background. Called while stages compute."""
         try:
             self.snapshots.settle(wait=False)
         except (StoreUnavailable, GroupLost) as error:  # the stages will meet the same error; a snapshot can wait
@@ -114,17 +114,13 @@ def driving(
     accept_changes: bool = False,
     check: Callable[[Driver], None] = lambda driver: None,
 ) -> Iterator[Driver]:
-    """Claim the run and drive it; within an open driver of the same run, reuse that driver.
+    """Claims the run and drives it. Within an open driver of the same run, reuses that driver.
 
     Args:
-        config: names the run.
         dependencies: recorded in the claim; leftover files of its stages are deleted.
         take_over: fence another driver even if it is alive.
         accept_changes: continue a run that has iterations with other data, another reward or another algorithm.
         check: may reject the driver before the claim, so that a config that cannot continue changes nothing.
-
-    Yields:
-        The driver.
 
     Raises:
         UserError: the config, the store or the inputs are wrong.
@@ -147,6 +143,7 @@ def driving(
             raise
         finally:
             _open_drivers.reset(token)
+            # first, because their stages finish the current shard with the replicas and the groups
             driver.executors.close()
             if driver.rollout.replicas is not None:
                 driver.rollout.replicas.close()
@@ -156,7 +153,7 @@ def driving(
 def check_start(
     config: RunConfig, *, take_over: bool, accept_changes: bool, check: Callable[[Driver], None] = lambda driver: None
 ) -> RunState:
-    """Check everything that `driving` refuses, without a claim; see `check_run`. `check` may reject the driver."""
+    """Checks everything that `driving` refuses, without a claim; see `check_run`. `check` may reject the driver."""
     driver, state = _checked(config, take_over, accept_changes, check)
     if state.slot < 0:
         driver.store.objects.delete_empty_folders()  # left by the check of the store
@@ -180,7 +177,7 @@ def _open(
     accept_changes: bool,
     check: Callable[[Driver], None],
 ) -> Driver:
-    """Check everything that may be wrong on the user's side, then claim the run. Loads no model."""
+    """Checks everything that may be wrong on the user's side, then claims the run. Loads no model."""
     driver, state = _checked(config, take_over, accept_changes, check)
     store, outside = driver.store, driver.outside
     checked = store.state.slot

@@ -1,4 +1,4 @@
-"""Converts a number of epochs into the number of iterations that a run stores."""
+"""Converts epochs into the number of iterations that a run stores."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from ratchet.rlhf.errors import counted
 
 
 def with_iterations(config: RunConfig) -> RunConfig:
-    """Convert `train.epochs`, if it is set, into `train.iterations`.
-
-    Raises:
-        UserError: the prompts cannot be read.
-    """
+    """Converts `train.epochs`, if it is set, into `train.iterations`. Raises `UserError` if the prompts cannot be
+    read."""
     epochs, per_iteration = config.train.epochs, config.data.prompts_per_iteration
     if epochs is None:
         return config

@@ -1,4 +1,4 @@
-"""Runs fine-tuning outside the RL loop: rounds of optimizer steps, each committed with the full state after it."""
+"""Fine-tuning outside the RL loop: rounds of optimizer steps, each committed with the full state after it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ratchet.rlhf.train.model_engine import ModelEngine
 
 @dataclass
 class Fitting:
-    """A fit that this process drives."""
+    """A fine-tuning run that this process drives."""
 
     store: RunStore
     role: str
@@ -42,14 +42,14 @@ class Fitting:
         return self.store.state.iteration
 
     def load(self, engine: ModelEngine) -> None:
-        """Load the state after the last committed round; do nothing if there is none."""
+        """Loads the state after the last committed round, if there is one."""
         snapshots = self.store.state.snapshots
         if snapshots:
             checkpoint = self.store.checkpoint(snapshots[max(snapshots)][self.role])
             engine.load_state(stored_state(self.store, checkpoint))
 
     def commit(self, engine: ModelEngine, metrics: dict[str, float]) -> None:
-        """Commit a round's metrics and state in one record, which also expires the previous state."""
+        """Commits a round's metrics and state in one record, which also expires the previous state."""
         store, version = self.store, self.round + 1
         weights = Weights(version=version, digest=engine.digest())
         folder = store.checkpoint_folder(self.role, weights)
@@ -62,10 +62,10 @@ class Fitting:
 
 @contextmanager
 def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
-    """Claim the run of a fit; create it if it does not exist.
+    """Claims a fine-tuning run; creates it if it does not exist.
 
     Raises:
-        UserError: the run exists and is not this fit.
+        UserError: the run exists and is another one.
         Fenced: another process drives the run.
     """
     say_attention(config.model)
@@ -74,6 +74,7 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     store = RunStore(ObjectStore(run_url(config.run.store, config.run.name)))
     tokenizer = tokenizer_digest(config.model, writes=ROLES[role].head == "policy")
     model = initial_digest(config.model, config.run.seed), tokenizer
+    # covers the examples, too, so that a changed file is noticed on resume
     weights = Weights(version=0, digest=" ".join([*model, files.digest(config.data)]))
     state = begin(store, config, take_over)
     if state.claim is not None:
@@ -90,7 +91,7 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
 
 
 def _check_same(config: FitConfig, committed: dict[str, Any], same_start: bool) -> None:
-    """Refuse to continue a fit with different settings. Models and examples are compared by digest, not by path."""
+    """Raises `UserError` if the settings differ. Models and examples are compared by digest, not by path."""
     before = validated(type(config), committed, "the fit's first settings")
     changed = differences(
         before.model_dump(mode="json", exclude=MAY_CHANGE), config.model_dump(mode="json", exclude=MAY_CHANGE)

@@ -44,13 +44,13 @@ class Beat(StoredModel):
 
 
 def stop_key(term: int) -> str:
-    """The key of an object that asks the driver of a term to stop."""
+    """Returns the key of an object that asks the driver of a term to stop."""
     return f"log/stop-{term}.json"
 
 
 @contextmanager
 def beating(log: RunLog, stopping: Stopping) -> Iterator[None]:
-    """Beat during the `with` statement. Raises `Deleted` instead of an error that the run's deletion caused."""
+    """Beats during the `with` statement. Raises `Deleted` instead of an error that the run's deletion caused."""
     beat, failure = Heartbeat(log, stopping), None
     try:
         yield
@@ -78,7 +78,7 @@ class Heartbeat:
         self._thread.start()
 
     def close(self, failure: str | None = None) -> None:
-        """End the thread, and mark the driver as stopped, by an error if there was one."""
+        """Ends the thread, and marks the driver as stopped, by an error if there was one."""
         self._closed.set()
         self._thread.join(timeout=INTERVAL_S)
         with suppress(StoreUnavailable):  # without new beats the driver counts as dead anyway
@@ -86,21 +86,21 @@ class Heartbeat:
                 self._delete_what_is_left()
                 return
             current = read(self.objects)
+            # otherwise the heartbeat is a newer driver's
             if current is None or current.term <= self.term:
                 self._beat(stopped=True, failure=failure)
                 self.objects.delete([stop_key(self.term)])
 
     def _delete_what_is_left(self) -> None:
-        """Delete what this driver wrote into a deleted run before it noticed the deletion.
-
-        Keeps data files if only the log was deleted, and keeps everything if another run has started in its place.
-        """
+        """Deletes the files that this driver wrote into a deleted run before it noticed the deletion."""
         keys = self.objects.list("")
+        # only the log was deleted: keep the data files
         if "run.json" in keys:
             leftovers = []
         else:
             tag = re.compile(rf"[./]{self.term}-\d")
             leftovers = [key for key in keys if is_written(key) and tag.search(key)]
+        # otherwise another run has started in its place: keep everything
         if self.objects.get_if_there(slot_key(0)) is None and slot_key(0) not in keys:
             self.objects.delete([KEY, TAIL, stop_key(self.term), *leftovers])
             self.objects.delete_empty_folders()
@@ -138,7 +138,7 @@ class Heartbeat:
 
 
 def read(objects: ObjectStore) -> Beat | None:
-    """The newest beat; None if it is missing or unreadable."""
+    """Returns the newest beat; None if it is missing or unreadable."""
     data = objects.get_if_there(KEY)
     try:
         return None if data is None else Beat.model_validate_json(data)
@@ -147,10 +147,9 @@ def read(objects: ObjectStore) -> Beat | None:
 
 
 def is_alive(objects: ObjectStore, waiting: Callable[[str], None] = lambda message: None) -> Beat | None:
-    """The beat of a live driver, or None.
+    """Returns the beat of a live driver, or None.
 
     Args:
-        objects: the run's folder.
         waiting: receives a message before the beat of a driver on another host is watched, for 2.5 intervals.
     """
     beat = read(objects)
@@ -178,7 +177,7 @@ _silent: dict[str, Beat] = {}
 
 
 def lives_here(beat: Beat) -> bool | None:
-    """Whether the process of a beat lives; None if it is one of another host, or of this host before it was booted."""
+    """True if the process of a beat lives; None if it ran on another host, or on this host before its last boot."""
     if beat.host != socket.gethostname() or beat.boot != _boot_id():
         return None
     try:

@@ -18,7 +18,6 @@ from ratchet.rlhf.models.tokenizers import tokenizer_digest
 from ratchet.rlhf.rewards.registry import reward_digest
 
 Outside = Literal["dataset", "experts", "validation", "reward", "reward_model", "tokenizer", "environment"]
-"""Inputs of stages outside the store and the config."""
 
 
 class OutsideInputs:
@@ -29,7 +28,7 @@ class OutsideInputs:
         self._digests: dict[Outside, str | None] = {}
 
     def digest(self, name: Outside) -> str | None:
-        """The digest of an input of stages; None if the config does not use it."""
+        """Returns the digest of an input of stages; None if the config does not use it."""
         if name not in self._digests:
             self._digests[name] = self._digest(name)
         return self._digests[name]
@@ -71,7 +70,7 @@ class OutsideInputs:
         }
 
     def identity(self) -> str:
-        """Everything outside the config that workers hold: code, packages, models and stages' inputs."""
+        """Identifies everything outside the config that workers hold: code, packages, models and stages' inputs."""
         inputs: tuple[Outside, ...] = ("dataset", "reward", "tokenizer", "environment", "validation")
         digests = {name: digest for name in inputs if (digest := self.digest(name)) is not None or name != "validation"}
         models = {role: weights.digest for role, weights in self.initial_weights.items()}

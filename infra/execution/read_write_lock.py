@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class ReadWriteLock:
-    """A lock that many readers share, or one writer holds alone; writers come first."""
+    """A lock that many readers share, or one writer holds alone. Waiting writers take precedence over new readers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -18,7 +18,7 @@ class ReadWriteLock:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold the lock together with other readers."""
+        """Holds the lock together with other readers."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writers)
             self._readers += 1
@@ -31,8 +31,9 @@ class ReadWriteLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the lock alone."""
+        """Holds the lock alone."""
         with self._changed:
+            # before the wait: a writer that waits keeps new readers out
             self._writers += 1
             self._changed.wait_for(lambda: not self._readers and not self._is_written)
             self._is_written = True

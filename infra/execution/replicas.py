@@ -19,20 +19,18 @@ from ratchet.infra.workers.worker import Worker
 Prompt = tuple[ShardKey, tuple[str, ...]]
 """A shard, and the ids of the trajectories of one of its prompts."""
 Generate = Callable[[Replica, Weights, Sequence[Prompt]], Sequence[Generated]]
-"""Lets a replica generate with these weights; see `Worker.generate`."""
+"""A function that generates on a replica with these weights; see `Worker.generate`."""
 
 
 @dataclass(frozen=True)
 class Complete:
-    """A shard whose trajectories are complete."""
-
     key: ShardKey
     names: dict[int, list[str]]
     """Trajectory ids by replica."""
 
 
 Reports = SimpleQueue[Complete | BaseException | None]
-"""What a stage hears: its complete shards; the error of a replica; None: a replica reports without one of them."""
+"""Messages to a stage: a complete shard, the error of a replica, or None if a replica reports without either."""
 
 
 @dataclass
@@ -40,20 +38,20 @@ class _OpenShard:
     begin: Callable[[Replica], object]
     reports: Reports
     left: set[str]
-    """Trajectories that are not complete."""
+    """Incomplete trajectories."""
     replica_of: dict[str, int] = field(default_factory=dict)
-    """The replica of each trajectory that is running or complete."""
+    """The replica of each running or complete trajectory."""
     opened_on: set[int] = field(default_factory=lambda: {0})
     """Replicas on which the shard is open; its stage opens it on the first one."""
 
 
 class Feed:
-    """The trajectories of all stages that generate: those that wait, and those that replicas generate. Thread-safe."""
+    """The trajectories of all stages that generate, queued or in flight. Thread-safe."""
 
     def __init__(self, replica_count: int, limit: int | None) -> None:
-        """
+        """Makes an empty queue.
+
         Args:
-            replica_count: number of replicas.
             limit: largest number of trajectories that a replica generates at the same time; None: a replica generates
                 one shard at a time, whose trajectories are a batch of the engine.
         """
@@ -68,7 +66,7 @@ class Feed:
 
     @property
     def has_room(self) -> bool:
-        """Whether to open another shard, so that no replica waits for trajectories."""
+        """True if another shard should be opened, so that no replica waits for trajectories."""
         with self._changed:
             if self._limit is None:
                 return len(self._shards) < len(self._in_flight)
@@ -88,7 +86,7 @@ class Feed:
         begin: Callable[[Replica], object],
         reports: Reports,
     ) -> None:
-        """Add a shard, with the trajectory ids of each of its prompts. `begin` opens it on a replica."""
+        """Adds a shard, with the trajectory ids of each of its prompts. `begin` opens it on a replica."""
         with self._changed:
             if self.error is not None:
                 raise self.error
@@ -100,17 +98,17 @@ class Feed:
             self._changed.notify_all()
 
     def wait(self, replica: int) -> bool:
-        """Wait until there is work for a replica; False: nothing will come any more."""
+        """Waits until there is work for a replica. Returns False once nothing will come any more."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended or self._queue or self._in_flight[replica])
             return not self._has_ended
 
     def take(self, replica: int) -> tuple[list[Prompt], list[Callable[[Replica], object]]]:
-        """Take work for a replica.
+        """Takes work for a replica.
 
         Returns:
-            The trajectories to submit now, not more than the replica's share of those that wait, none if it only has
-            to generate what it has; and what opens those of their shards that are not open on the replica.
+            The trajectories to submit now: at most the replica's share of the queue, none if it only has to continue.
+            And functions that open those of their shards that are not yet open on the replica.
         """
         with self._changed:
             taken: list[Prompt] = []
@@ -119,6 +117,7 @@ class Feed:
                 while self._queue and self._queue[0][0] == batch:
                     taken.append(self._queue.popleft())
             else:
+                # the first replica to ask must not take the whole queue
                 share = -(-len(self._queue) // len(self._in_flight))
                 running = self._in_flight[replica]
                 # a prompt that has more trajectories than the limit runs alone
@@ -135,7 +134,7 @@ class Feed:
             return taken, [shard.begin for shard in unopened]
 
     def put(self, replica: int, generated: Iterable[Generated]) -> None:
-        """Note which trajectories a replica has completed."""
+        """Records the trajectories that a replica has completed, and reports complete shards."""
         with self._changed:
             for key, name in generated:
                 shard = self._shards.get(key)
@@ -153,7 +152,7 @@ class Feed:
                 reports.put(None)
 
     def drop(self, keys: Iterable[ShardKey]) -> None:
-        """Forget shards."""
+        """Forgets shards."""
         with self._changed:
             dropped = {key: shard for key in keys if (shard := self._shards.pop(key, None)) is not None}
             self._queue = deque(prompt for prompt in self._queue if prompt[0] not in dropped)
@@ -162,7 +161,7 @@ class Feed:
                     self._in_flight[shard.replica_of[name]] -= 1
 
     def fail(self, error: BaseException) -> None:
-        """Report an error of a replica to all stages, and end."""
+        """Reports a replica's error to all stages, and ends."""
         with self._changed:
             self.error = self.error or error
             for shard in self._shards.values():
@@ -170,7 +169,7 @@ class Feed:
         self.end()
 
     def end(self) -> None:
-        """Let the replicas stop."""
+        """Tells the replicas to stop."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
@@ -180,12 +179,12 @@ class Replicas:
     """The replicas of the rollout, each with a thread that waits for it."""
 
     def __init__(self, replicas: Sequence[Replica], limit: int | None, generate: Generate) -> None:
-        """Start the threads; see `Feed` for `limit`."""
+        """Starts the threads; see `Feed` for `limit`."""
         self._replicas, self._generate = replicas, generate
         self.feed = Feed(len(replicas), limit)
         self._weights: Weights | None = None
         self._opening = [threading.Lock() for _ in replicas]
-        """Each is held while its replica opens the shards of what it has taken."""
+        """Locks by replica, each held while it opens the shards of the prompts that it has taken."""
         self._threads = [
             threading.Thread(target=self._serve, args=(number,), name=f"replica {number}", daemon=True)
             for number in range(len(replicas))
@@ -206,12 +205,12 @@ class Replicas:
         begin: Callable[[Replica], Sequence[tuple[str, ...]]],
         reports: Reports,
     ) -> None:
-        """Generate a shard. `begin` opens it on a replica, and gives the trajectory ids of each prompt."""
+        """Generates a shard. `begin` opens it on a replica, and returns the trajectory ids of each prompt."""
         self._weights = weights
         self.feed.open(key, begin(self._replicas[0]), begin, reports)
 
     def drop(self, keys: Sequence[ShardKey]) -> None:
-        """Forget shards, and cancel what is not complete of them: on all replicas at once, while they generate."""
+        """Forgets shards, and cancels their incomplete trajectories on all replicas at once, while they generate."""
         self.feed.drop(keys)
         dropping: list[Pending[None]] = []
         for replica, opening in zip(self._replicas, self._opening, strict=True):
@@ -222,13 +221,13 @@ class Replicas:
                 dropped.result()
 
     def close(self) -> None:
-        """End the threads."""
+        """Ends the threads."""
         self.feed.end()
         for thread in self._threads:
             thread.join()
 
     def _serve(self, number: int) -> None:
-        """Generate on one replica, in a thread of its own."""
+        """Generates on one replica, in a thread of its own."""
         replica = self._replicas[number]
         try:
             while self.feed.wait(number):

@@ -26,7 +26,7 @@ from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 
 R = TypeVar("R")
 FLOAT32 = 4
-"""Bytes of a number."""
+"""Bytes of a float32."""
 
 
 class Snapshots:
@@ -38,12 +38,12 @@ class Snapshots:
         self.being_written: int | None = None
         """The version of the uncommitted snapshot that the workers are writing."""
         self._began = time.monotonic()
-        """When the last snapshot began, or the driver."""
+        """Start of the last snapshot, or of the driver."""
         self._cost_s = 0.0
         """Seconds for which the run has waited for the last snapshot."""
 
     def is_due(self, version: int) -> bool:
-        """Whether to take a snapshot of the state after `version` iterations, according to `checkpoint`."""
+        """True if a snapshot of the state after `version` iterations is due, according to `checkpoint`."""
         checkpoint = self.config.checkpoint
         if checkpoint.keep.best and self.config.validates(version):
             return True
@@ -58,7 +58,7 @@ class Snapshots:
         return self.being_written is None and is_affordable(self._cost_s, elapsed_s, checkpoint.max_share)
 
     def begin(self, version: int) -> None:
-        """Let the workers start writing their state, which is the state after `version` iterations."""
+        """Makes the workers start writing their state, which is the state after `version` iterations."""
         with self._lock:
             assert self.being_written is None, "one at a time"
             self._began, self._cost_s = time.monotonic(), 0.0
@@ -67,16 +67,12 @@ class Snapshots:
             self.being_written = version
 
     def finish(self) -> list[Commit]:
-        """Wait until the snapshot is durable; the run waits, too.
-
-        Returns:
-            See `_finished`.
-        """
+        """Waits until the snapshot is durable, during which the run waits, too. Returns as `_finished`."""
         with self._waiting():
             return self._finished()
 
     def _finished(self) -> list[Commit]:
-        """Let the workers write the manifests of the snapshot, once it is durable.
+        """Makes the workers write the manifests of a durable snapshot.
 
         Returns:
             The snapshot and the expiry of older ones, for the caller to commit; empty if there is no snapshot, or if a
@@ -96,7 +92,7 @@ class Snapshots:
         return [Snapshot(version=version, roles=durable), *(Expire(version=old) for old in existing if old not in kept)]
 
     def _best(self, versions: Iterable[int]) -> set[int]:
-        """The versions with the best validations, at most `keep.best`."""
+        """Returns the versions with the best validations, at most `keep.best`."""
         best = self.config.checkpoint.keep.best
         scores = self.store.validation_scores(versions, self.config.validation.metric) if best else {}
         return set(sorted(scores, key=lambda version: scores[version], reverse=True)[:best])
@@ -110,12 +106,12 @@ class Snapshots:
             self._cost_s += time.monotonic() - started
 
     def _in_all_roles(self, method: Callable[[Worker, str], R]) -> dict[str, R]:
-        """Call a method in every trained role's group, in all pools at the same time; the answers by role."""
+        """Calls a method in every trained role's group, in all pools at the same time. Returns the answers by role."""
         pending = {role: self.groups.of(role).submit(method, role) for role in self.config.trained}
         return {role: answer.result() for role, answer in pending.items()}
 
     def settle(self, *, wait: bool) -> None:
-        """Commit the snapshot that is being written, if it is durable; with `wait`, wait until it is."""
+        """Commits the snapshot that is being written, if it is durable; with `wait`, waits until it is."""
         with self._lock:
             self._settle(wait)
 
@@ -129,7 +125,7 @@ class Snapshots:
 
 
 def describe(config: RunConfig) -> str:
-    """Say how large snapshots are, and how often they are taken."""
+    """Describes the size and the frequency of snapshots."""
     checkpoint, sizes = config.checkpoint, _sizes(config)
     size = "snapshots" if sizes is None else f"snapshots of {filesize.decimal(sum(sizes))}"
     if checkpoint.every is not None:
@@ -141,7 +137,7 @@ def describe(config: RunConfig) -> str:
 
 
 def _sizes(config: RunConfig) -> list[int] | None:
-    """Bytes of each trained role's state; None: unknown, because it has adapters."""
+    """Returns the bytes of each trained role's state; None: unknown, because it has adapters."""
     models = {role: config.model_of(role) for role in config.trained}
     if any(model.lora is not None for model in models.values()):
         return None
@@ -151,17 +147,16 @@ def _sizes(config: RunConfig) -> list[int] | None:
 
 
 def kept_snapshots(versions: list[int], checkpoint: CheckpointConfig) -> set[int]:
-    """The versions to keep: the newest `keep.last`, and the multiples of `keep.every`."""
+    """Returns the versions to keep: the newest `keep.last`, and the multiples of `keep.every`."""
     every = checkpoint.keep.every
     return set(sorted(versions)[-checkpoint.keep.last :]) | {v for v in versions if every and v % every == 0}
 
 
 def is_affordable(cost_s: float, elapsed_s: float, max_share: float) -> bool:
-    """Whether snapshots that cost as much as the last one may follow each other so soon.
+    """True if another snapshot that costs as much as the last one takes at most `max_share` of the time.
 
     Args:
         cost_s: seconds for which the run waited for the last snapshot; 0 before the first.
         elapsed_s: seconds since the last snapshot began.
-        max_share: largest share of the time that snapshots may cost.
     """
     return cost_s <= max_share * elapsed_s

@@ -1,4 +1,4 @@
-"""Stopping a driver on request: between two commits if that takes at most `GRACE_S`, otherwise at once."""
+"""Stops a driver on request: between two commits if that takes at most `GRACE_S`, otherwise at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stopped(RatchetError):
 
     @classmethod
     def as_asked(cls, resume_command: str) -> Stopped:
-        """The error of a requested stop, which names the command that resumes."""
+        """Makes the error of a requested stop, which names the command that resumes."""
         return cls(f"stopped; {resume_command} continues from the last commit")
 
 
@@ -33,34 +33,33 @@ class Stopping:
     """Requests to stop a driver, which the driver checks between commits."""
 
     def __init__(self, resume_command: str) -> None:
-        """`resume_command` tells the user how to resume."""
+        """Takes the command that resumes, for the message to the user."""
         self._why: RatchetError = Stopped.as_asked(resume_command)
         self._asked = False
+        # its `put` is reentrant, so a signal handler may call it
         self._requests = SimpleQueue[Literal["soon", "at once", "ended"]]()
 
     def request(self, signum: int | None = None, _: FrameType | None = None) -> None:
-        """Stop at the next `check`. Abandon running, uncommitted work after `GRACE_S`; on Ctrl-C at once, because the
-        terminal also interrupts the temporary Prefect server.
-
-        A signal handler may interrupt any line of the main thread, even an import or one that holds a lock. This method
-        therefore only queues what `watching` does, in another thread.
-        """
+        """Stops at the next `check`. Abandons running, uncommitted work after `GRACE_S`, or at once on Ctrl-C."""
+        # A signal handler may interrupt any line of the main thread, even an import or one that holds a lock. So this
+        # only queues; `watching` acts in another thread.
         self._asked = True
+        # at once on Ctrl-C, because the terminal also interrupts the temporary Prefect server
         self._requests.put("at once" if signum == signal.SIGINT else "soon")
 
     def fail(self, error: RatchetError) -> None:
-        """Stop as if requested, but raise `error`."""
+        """Stops as if requested, but raises `error`."""
         self._why = error
         self.request()
 
     def check(self) -> None:
-        """Raise `Stopped`, or the error given to `fail`, if a stop was requested."""
+        """Raises `Stopped`, or the error given to `fail`, if a stop was requested."""
         if self._asked:
             raise self._why
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Handle SIGTERM and Ctrl-C, and requests of other threads, during the `with` statement."""
+        """Handles SIGTERM and Ctrl-C, and requests of other threads, during the `with` statement."""
         watcher = threading.Thread(target=self._watch, name="stopping", daemon=True)
         watcher.start()
         try:
@@ -87,16 +86,18 @@ class Stopping:
 
     def _abandon(self) -> None:
         print(f"{self._why} (uncommitted work is abandoned)", file=sys.stderr, flush=True)
+        # `sys.exit` would end only this thread
         os._exit(1)
 
 
 @contextmanager
 def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGTERM and Ctrl-C with `handler` during the `with` statement.
+    """Handles SIGTERM and Ctrl-C with `handler` during the `with` statement.
 
-    Prefect installs its own handler in every flow, which would interrupt a stage at any line. Each flow's body installs
-    ours again.
+    Prefect installs its own handler in every flow, which would interrupt a stage at any line; each flow's body uses
+    this to install ours again.
     """
+    # only the main thread may set signal handlers
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Gives the rollout the actor's new weights, from process to process, and measures what that takes."""
+"""Gives the rollout the actor's new weights, from process to process, and measures the cost."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Transfers:
 
     seconds: float = 0.0
     nbytes: int = 0
-    """Bytes that each process of the rollout received."""
+    """Bytes received by each process of the rollout."""
 
     def metrics(self) -> dict[str, float]:
-        """The metrics, if there was a transfer."""
+        """Returns the metrics; empty without a transfer."""
         if not self.seconds:
             return {}
         return {"timing_s/update_weights": self.seconds, "perf/weight_sync_bytes": float(self.nbytes)}
@@ -33,18 +33,16 @@ class WeightSync:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._url: str | None = None
-        """The URL of the rendezvous of the link that was made last."""
+        """The URL of the newest link's rendezvous."""
         self._transfers = Transfers()
 
     def between(self, actor: WorkerGroup, rollout: WorkerGroup, weights: Weights) -> int | None:
-        """Broadcast the actor's weights to the rollout.
-
-        Returns:
-            Bytes that were sent; None: no connection could be made, or it failed.
-        """
+        """Broadcasts the actor's weights to the rollout. Returns the bytes sent; None: there is no connection, or it
+        failed."""
         if not self._connected(actor, rollout):
             return None
         with ThreadPoolExecutor(1) as thread:
+            # in another thread, because the broadcast needs both sides at once
             receiving = thread.submit(rollout.call, Worker.receive_weights, weights)
             sent = actor.call(Worker.send_weights, weights)
             return sent if receiving.result() else None
@@ -53,6 +51,7 @@ class WeightSync:
         if self._url is not None and all(group.call(Worker.is_connected, self._url) for group in (actor, rollout)):
             return True
         pool = self._config.pool_of("rollout")
+        # rank 0 of the trainer, and all ranks of the rollout
         count = 1 + (1 if pool is None else self._config.pools[pool].workers)
         self._url = url = actor.call(Worker.open_rendezvous)
         with ThreadPoolExecutor(1) as thread:
@@ -64,12 +63,12 @@ class WeightSync:
         return False
 
     def count(self, seconds: float, nbytes: int) -> None:
-        """Count a transfer, unless the rollout loaded stored weights (0 bytes)."""
+        """Counts a transfer, unless the rollout loaded stored weights (0 bytes)."""
         if nbytes:
             self._transfers.seconds += seconds
             self._transfers.nbytes += nbytes
 
     def take(self) -> Transfers:
-        """The transfers since the last call."""
+        """Returns the transfers since the last call."""
         taken, self._transfers = self._transfers, Transfers()
         return taken

@@ -1,23 +1,23 @@
-"""Comparing two runs: which has the better scores, by how much, and whether that is more than noise.
+"""Compares the scores of two runs: which run is better, by how much, and whether that is more than noise.
 
 Scores are paired: both runs answer the same prompts, and runs of one seed draw with the same random numbers. A
 difference is the mean score of B minus that of A, over the answers that both gave.
 
-Its interval (95 %) holds two kinds of noise. *Prompts*: a bootstrap draws the prompts again, each with all of its
+Its interval (95 %) covers two kinds of noise. *Prompts*: a bootstrap resamples the prompts, each with all of its
 answers, since answers to one prompt are not independent. *Training*: two runs that differ only in their seed end in
-policies that truly differ, of which a bootstrap over prompts knows nothing. So the interval of a verdict adds a wobble:
-how much the difference moves from one validation to the next. With :math:`d_1 .. d_m` the differences in the m
-validations since the runs parted, and :math:`v` the variance of the bootstrap of the last one,
+policies that truly differ, which a bootstrap over prompts does not see. So the interval of a verdict adds a wobble: how
+much the difference moves from one validation to the next. With :math:`d_1 .. d_m` the differences in the m validations
+since the runs parted, and :math:`v` the variance of the bootstrap of the last one,
 
 .. math:: w = \\frac{v + \\sum_{i=2}^m (d_i - d_{i-1})^2}{m}
 
-is the mean square of the steps, with the noise of the prompts as one more step; it is all there is to go by if the runs
-were validated only once. Each resampled difference gets a wobble, drawn from a Student distribution with m + 1 degrees
-of freedom and scaled by :math:`\\sqrt w`.
+is the mean square of the steps, with the noise of the prompts as one more step, the only one if the runs were validated
+only once. Each resampled difference gets a wobble, drawn from a Student distribution with m + 1 degrees of freedom and
+scaled by :math:`\\sqrt w`.
 
-An interval that holds 0 is no sign that the runs are equal, unless it is narrow: it then excludes a difference that
-matters. If it is wider than `TOO_WIDE` of the range of the scores, the verdict is that nobody can tell. Nor can anybody
-if all scores are equal, of which a bootstrap makes an interval of width 0, or if the runs have different rewards.
+An interval that contains 0 shows that the runs are equal only if it is narrow. The verdict is "cannot tell" if the
+interval is wider than `TOO_WIDE` of the range of the scores, if all scores are equal (a bootstrap then gives an
+interval of width 0), or if the runs have different rewards.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 Kind = Literal["validation", "train"]
 Verdict = Literal["B is better", "B is worse", "no difference", "cannot tell"]
 Doubt = Literal["different rewards", "equal scores", "one prompt", "wide interval"]
-"""Why nobody can tell."""
+"""The reason for the verdict "cannot tell"."""
 
 RESAMPLES = 2000
-"""With others, the ends of an interval would move by about 2 % of its width. The same scores always give the same
-interval."""
+"""With other samples, the ends of an interval would move by about 2 % of its width. Samples are fixed: the same scores
+always give the same interval."""
 ENDS = (0.025, 0.975)
 TOO_WIDE = 0.5
-"""Share of the range of scores: an interval that is wider and holds 0 says nothing."""
+"""Share of the range of scores: a wider interval that contains 0 says nothing."""
 ALL = "all"
 """The data source of a difference over several data sources."""
 COLUMNS = (
@@ -79,16 +79,7 @@ class PairedScores:
 
     @classmethod
     def of(cls, prompts: Sequence[str], a: Sequence[float], b: Sequence[float]) -> PairedScores:
-        """Group scores by prompt.
-
-        Args:
-            prompts: the prompt of each answer.
-            a: the score of each answer in A.
-            b: the score of the same answer in B.
-
-        Returns:
-            The scores by prompt.
-        """
+        """Groups the scores of A and B for the same answers by the prompts of these answers."""
         _, numbers = np.unique(np.asarray(prompts), return_inverse=True)
         return cls(np.bincount(numbers, a), np.bincount(numbers, b), np.bincount(numbers))
 
@@ -103,45 +94,37 @@ class PairedScores:
         return float((self.b - self.a).sum() / self.answers.sum())
 
     def resampled(self) -> np.ndarray:
-        """Differences of samples of the prompts, drawn with replacement.
-
-        They are spread a little wider than drawn, by the root of n / (n - 1): the mean of n prompts is nearer to them
-        than the truth is.
-
-        Returns:
-            The differences, of shape (RESAMPLES,). Infinite ones, of both signs, if there is only one prompt.
-        """
+        """Resamples the prompts with replacement. Returns differences of shape (RESAMPLES,); infinite ones for a single
+        prompt."""
         count = len(self.answers)
         if count < 2:
             return np.resize([-np.inf, np.inf], RESAMPLES)
         drawn = _draws(count)
         differences: np.ndarray = (drawn @ (self.b - self.a)) / (drawn @ self.answers)
+        # a bootstrap is too narrow by this factor: the mean of n prompts is nearer to them than the truth is
         wider: np.ndarray = self.difference + (differences - self.difference) * np.sqrt(count / (count - 1))
         return wider
 
 
 @lru_cache(maxsize=1)
 def _draws(count: int) -> np.ndarray:
-    """How often each of `count` prompts is in each sample, the same for all iterations; shape (RESAMPLES, count)."""
+    """Counts each of `count` prompts in each sample; shape (RESAMPLES, count)."""
     return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES).astype(np.float32)
 
 
 def interval(scores: PairedScores, steps: Sequence[float] | None = None) -> tuple[float, float]:
-    """The 95 % interval of a difference. Exchanging A and B exchanges its ends and their signs.
+    """Returns the ends of the 95 % interval of a difference; infinite if there is only one prompt.
 
     Args:
-        scores: the paired scores.
-        steps: None for an interval that holds the noise of the prompts only. With the steps of the difference between
-            validations, perhaps none, it also holds that of training, as the module describes.
-
-    Returns:
-        The lower and the upper end; infinite if there is only one prompt.
+        steps: the steps of the difference between validations, perhaps none: the interval then also covers the noise of
+            training, as the module describes. None: it covers the noise of the prompts only.
     """
     differences = scores.resampled()
     if steps is not None and np.isfinite(differences).all():
         count = len(steps) + 1
         square = (float(differences.var()) + float(np.square(steps).sum())) / count
         wobble = np.sqrt(square) * np.random.default_rng(1).standard_t(count + 1, len(differences))
+        # both signs, so that the interval stays symmetric in A and B
         differences = np.concatenate([differences + wobble, differences - wobble])
     if not np.isfinite(differences).all():
         return -np.inf, np.inf
@@ -150,16 +133,7 @@ def interval(scores: PairedScores, steps: Sequence[float] | None = None) -> tupl
 
 
 def verdict_of(low: float, high: float, spread: float) -> Verdict:
-    """What an interval of the difference says about B.
-
-    Args:
-        low: its lower end.
-        high: its upper end.
-        spread: the range of the scores of both runs, largest minus smallest.
-
-    Returns:
-        The verdict; "no difference" excludes one of `TOO_WIDE` times the range.
-    """
+    """Returns the verdict on B of an interval. `spread` is the range of the scores of both runs."""
     if low > 0:
         return "B is better"
     if high < 0:
@@ -169,14 +143,14 @@ def verdict_of(low: float, high: float, spread: float) -> Verdict:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between the runs in one iteration. Its interval holds the noise of the prompts only."""
+    """The difference between the runs in one iteration. Its interval covers the noise of the prompts only."""
 
     data_source: str
     """`ALL` for all of several data sources."""
     iteration: int
     kind: Kind
     prompts: int
-    """Prompts that both runs answered."""
+    """Number of prompts that both runs answered."""
     a: float
     """Mean score of A over these prompts."""
     b: float
@@ -189,8 +163,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """A response, and its score."""
-
     response: str
     score: float
 
@@ -210,8 +182,10 @@ class Flip:
 
 @dataclass(frozen=True)
 class Beside:
-    """What else the iteration measured, on each run's own training batch; None: it did not. A validation after the last
-    iteration has the metrics of that one."""
+    """Other measurements of an iteration, on each run's own training batch; None: not measured.
+
+    A validation after the last iteration has the metrics of that iteration.
+    """
 
     iteration: int
     kl: tuple[float | None, float | None]
@@ -222,25 +196,25 @@ class Beside:
 
 @dataclass(frozen=True)
 class Rewards:
-    """How the rewards of two runs differ."""
+    """The difference between the rewards of two runs."""
 
     names: tuple[str, str]
-    """What scores A and B, such as ``countdown``."""
+    """The scorers of A and B, such as ``countdown``."""
     changed: Mapping[str, tuple[str, str]]
     """Keys of the config that differ, such as `reward.function`, with the values of A and B as text."""
     code: tuple[str, str] | None
-    """If the code of the functions differs, too, or alone: its digests in A and B."""
+    """Digests of the functions' code in A and B; None if it is the same."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs share, and how their scores differ."""
+    """The common ground of two runs, and the difference between their scores."""
 
     a: str
     """URL of the first run."""
     b: str
     fork: str | None
-    """Where their common history ends, such as ``7`` or ``7:score``; None if they have none."""
+    """End of their common history, such as ``7`` or ``7:score``; None if they have none."""
     same_seed: bool
     config: tuple[str, ...]
     """The keys of the config that differ, such as ``actor.lr 1e-05 -> 2e-05``."""
@@ -250,51 +224,44 @@ class Comparison:
     flips: tuple[Flip, ...] | None
     """Prompts that flipped in the iteration of the verdict; None if no score says whether an answer is right."""
     rewards: Rewards | None
-    """What changes the meaning of a score; None: nothing does."""
+    """Changes to the meaning of a score; None if there are none."""
     same_answers: bool
-    """Whether both runs score the same answers: one is the other scored again, or both score those of a third."""
+    """True if both runs score the same answers: one is the other scored again, or both score those of a third."""
     unpaired: dict[Kind, int]
-    """Answers of both runs that are left out: the other run has none to the same prompt. Training scores are compared
-    only if the seed is the same: otherwise each run draws other prompts."""
+    """Answers of both runs that are left out, because the other run has none to the same prompt. Training scores are
+    compared only if the seed is the same: otherwise each run draws other prompts."""
     kind: Kind
-    """What the verdict is about: training scores if the runs have no validation in common."""
+    """The kind of scores of the verdict: training scores if the runs have no validation in common."""
     iteration: int
-    """The iteration that the verdict is about, the last one."""
+    """The last iteration, to which the verdict refers."""
     validations: int
     """The number of validations (or training iterations) since the runs parted that show the noise of training."""
     prompts: int
     answers: int
-    """Answers that both runs gave, of which the verdict is."""
+    """Number of paired answers behind the verdict."""
     difference: float
     """B minus A in that iteration, over all data sources."""
     low: float | None
-    """Ends of its interval, which also holds the noise of training; None if there is only one prompt, or if all scores
-    of the iteration are equal."""
+    """Lower end of its interval, which also covers the noise of training; None for one prompt, or if all scores are
+    equal."""
     high: float | None
     spread: float
     """The range of all scores that were compared, largest minus smallest."""
     verdict: Verdict
     doubt: Doubt | None
-    """Why the verdict is "cannot tell"; None if it is another one."""
+    """The reason for the verdict "cannot tell"; None for other verdicts."""
 
     def falls_short(self, margin: float) -> bool:
-        """Whether B must not pass as A + `margin`: the whole interval is below it, or the rewards differ, so that no
+        """True if B must not pass as A + `margin`: the whole interval is below it, or the rewards differ, so that no
         margin between the scores means anything."""
         return self.rewards is not None or (self.high is not None and self.high < margin)
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Compare the scores of two runs.
-
-    Args:
-        a: the run to compare with.
-        b: the run that is compared.
-
-    Returns:
-        The differences by iteration and data source, the prompts that flipped, and a verdict.
+    """Compares the scores of run `b` with those of the baseline `a`.
 
     Raises:
-        UserError: a run is a fit, or nothing pairs.
+        UserError: a run is a fine-tuning run, or nothing pairs.
         Corrupt: an object is missing or damaged.
     """
     runs = (a, b)
@@ -365,13 +332,13 @@ def compare(a: Run, b: Run) -> Comparison:
 
 
 def _sources(run: Run) -> set[str]:
-    """The URLs of the run and of the one whose generations it scores again, if it does."""
+    """Returns the URLs of the run and of the run whose generations it scores again, if it does."""
     source = run.config.data.generations
     return {run.store.url} if source is None else {run.store.url, source.rstrip("/")}
 
 
 def _rewards(runs: tuple[Run, Run], iteration: int, stage: str) -> Rewards | None:
-    """How the rewards differ that a stage used in an iteration."""
+    """Compares the rewards that a stage used in an iteration."""
     a, b = (run.config.learned_from()["reward"] for run in runs)
     whole = [run.config.model_dump(mode="json")["reward"] for run in runs]
     names = [name for name in a if a[name] != b.get(name)]
@@ -385,18 +352,18 @@ def _rewards(runs: tuple[Run, Run], iteration: int, stage: str) -> Rewards | Non
 
 
 def _scorer(reward: RewardConfig) -> str:
-    """What scores: the functions, the reward model, both, or the environment alone."""
+    """Names the scorer: the functions, the reward model, both, or the environment alone."""
     functions = [name if weight == 1 else f"{weight:g} {name}" for name, weight in reward.functions.items()]
     return " + ".join([*functions, *(["the reward model"] if reward.model is not None else [])]) or "the environment"
 
 
 def _one_line(value: JsonValue) -> str:
-    """A value as the command line takes it, and with the quotes that a shell leaves alone."""
+    """Formats a value for the command line, with quotes that a shell leaves alone."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else yaml_text(value)
 
 
 def _parted(a: Run, b: Run) -> str | None:
-    """Where the history that both share ends, such as ``7`` or ``7:score``; None if they share none."""
+    """Returns the end of the history that both share, such as ``7`` or ``7:score``; None if they share none."""
     ours, theirs = _history(a), _history(b)
     for url, left in ours.items():
         if url in theirs and (points := [at for at in (left, theirs[url]) if at is not None]):
@@ -405,7 +372,8 @@ def _parted(a: Run, b: Run) -> str | None:
 
 
 def _history(run: Run) -> dict[str, str | None]:
-    """The run and its ancestors, nearest first: URLs, and where the run leaves each; None for itself."""
+    """Returns the URLs of the run and its ancestors, nearest first, and where the run leaves each; None for the run
+    itself."""
     left: dict[str, str | None] = {run.store.url: None}
     objects, at = run.store.objects, None
     with suppress(Corrupt):  # an ancestor was deleted
@@ -417,14 +385,14 @@ def _history(run: Run) -> dict[str, str | None]:
 
 
 def _place(at: str) -> tuple[int, int]:
-    """Orders places such as ``7`` and ``7:score``."""
+    """Returns a sort key for places such as ``7`` and ``7:score``."""
     iteration, _, stage = at.partition(":")
     stages = ("", *TRAJECTORY.stages)
     return int(iteration), stages.index(stage) if stage in stages else len(stages)
 
 
 def _frames(runs: tuple[Run, Run], kind: Kind, first: int) -> Iterator[tuple[int, list[pd.DataFrame]]]:
-    """The scores of both runs, in each iteration from `first` on that both have completed."""
+    """Yields the scores of both runs, in each iteration from `first` on that both have completed."""
     opened = min(run.state.iteration for run in runs)
     if kind == "train":
         for iteration in range(first, opened):
@@ -436,21 +404,18 @@ def _frames(runs: tuple[Run, Run], kind: Kind, first: int) -> Iterator[tuple[int
 
 
 def _counting(run: Run, rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per answer, without those that count in no metric: their environment failed, or their reward did and
-    `reward.on_error` is drop."""
+    """Selects one row per answer that counts in metrics: not those whose environment failed, nor those whose reward
+    failed if `reward.on_error` is drop."""
     rows = own_answers(rows[rows["rollout_error"].isna()])
     return rows[rows["reward_error"].isna()] if run.config.reward.on_error == "drop" else rows
 
 
 def _paired(a: pd.DataFrame, b: pd.DataFrame, *, same_text: bool) -> pd.DataFrame:
-    """The answers of both runs to the same prompts, a row each; columns of A and B end in _a and _b.
-
-    Without `same_text`, prompts are the same if their number, data source and ground truth are: the row of an agent has
-    the prompt of its last conversation, in which the policy may have written.
-    """
+    """Pairs the answers of both runs to the same prompts, a row each; columns of A and B end in _a and _b."""
     if a.empty or b.empty:
         return a.iloc[:0]
     pairs = a.merge(b, on=[*ANSWER], suffixes=("_a", "_b"))
+    # the row of an agent has the prompt of its last conversation, in which the policy may have written
     for name in ("data_source", "ground_truth", *(("prompt",) if same_text else ())):
         pairs = pairs[pairs[f"{name}_a"].fillna("") == pairs[f"{name}_b"].fillna("")]
     return pairs
@@ -475,7 +440,7 @@ def _finite(end: float) -> float | None:
 
 
 def _beside(runs: tuple[Run, Run], iterations: Sequence[int]) -> tuple[Beside, ...]:
-    """What the iterations measured on their training batches."""
+    """Returns the measurements of the iterations on their training batches."""
     entries = []
     for iteration in iterations:
         kl, length = [], []
@@ -489,7 +454,7 @@ def _beside(runs: tuple[Run, Run], iterations: Sequence[int]) -> tuple[Beside, .
 
 
 def _flips(runs: tuple[Run, Run], kind: Kind, iteration: int, pairs: pd.DataFrame) -> tuple[Flip, ...] | None:
-    """The prompts that one run solves and the other does not, with all paired answers."""
+    """Returns the prompts that one run solves and the other does not, with all paired answers."""
     solved_a, solved_b = (run.config.solved_score for run in runs)
     if solved_a is None or solved_b is None:
         return None

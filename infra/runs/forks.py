@@ -15,21 +15,13 @@ from ratchet.rlhf.errors import RatchetError, UserError
 
 
 def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> RunState:
-    """The run's state when only `stages` of an iteration were committed, without the claims of its drivers.
+    """Returns the parent's state as if only `stages` of an iteration were committed, without the claims of its drivers.
 
-    Args:
-        store: the parent run.
-        iteration: the iteration at which to fork.
-        stages: the stages of that iteration that the fork shares.
-
-    Returns:
-        The state. It keeps only the newest snapshot up to `iteration`; the fork replays the updates after it.
-
-    Raises:
-        Corrupt: an index is missing or damaged.
+    It keeps only the newest snapshot up to `iteration`; the fork replays the updates after it.
     """
     now = store.state
     if iteration == 0:
+        # without roles that were added later
         first = {role: weights for role, weights in now.initial.items() if weights.version == 0}
         state = RunState(initial=dict(first), weights=dict(first), starting=dict(first))
     else:
@@ -53,14 +45,11 @@ def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> Ru
 def fork(
     parent: RunStore, child: ObjectStore, config: dict[str, Any], iteration: int, stages: Collection[str], at: str
 ) -> None:
-    """Create `child` from a state of `parent`, which is not claimed and may be driven meanwhile.
+    """Creates `child` from a state of `parent`, which is not claimed and may be driven meanwhile.
 
     Args:
-        parent: the run to fork.
         child: the new run's folder. It may hold files of a fork that was killed, but no log record.
-        config: the new run's config.
-        iteration: the iteration at which to fork.
-        stages: the stages of that iteration that the fork shares.
+        stages: the stages of `iteration` that the fork shares.
         at: `iteration` and the first stage that is not shared, such as ``7`` or ``7:score``; stored for users.
 
     Raises:
@@ -87,7 +76,7 @@ def fork(
 
 
 def _register(parent: RunStore, child: ObjectStore, at: str, state: RunState) -> None:
-    """Register with the runs that hold the snapshot's files: the parent, or an ancestor of it."""
+    """Registers with the runs that hold the snapshot's files: the parent, or an ancestor of it."""
     registration = Registration(child=child.url, at=at, snapshots=state.snapshots)
     for holder in _holders(parent, state):
         holder.put(_registration_key(child), registration.model_dump_json().encode())
@@ -108,14 +97,7 @@ def _registration_key(child: ObjectStore) -> str:
 
 
 def name_of(run: str, seen_from: str) -> str:
-    """How one run refers to another.
-
-    Args:
-        run: the URL of the run to name.
-        seen_from: the URL of the run that refers to it.
-
-    Returns:
-        ``../name`` if both are in the same folder, so that they can be moved together; otherwise `run`.
-    """
+    """Returns ``../name`` if both runs are in the same folder, so that they can be moved together; otherwise the run's
+    URL."""
     (folder, _, leaf), (own_folder, _, _) = run.rpartition("/"), seen_from.rpartition("/")
     return f"../{leaf}" if folder == own_folder else run

@@ -1,4 +1,4 @@
-"""Pushing a snapshot to the Hugging Face hub."""
+"""Pushes a snapshot to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ratchet.rlhf.errors import RatchetError, UserError, counted, in_one_line
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push made."""
+    """The result of a push."""
 
     url: str
     private: bool
@@ -22,21 +22,14 @@ class Pushed:
 def push(
     run: Run, repo: str, version: int, role: str = "actor", *, adapter: bool = False, public: bool = False
 ) -> Pushed:
-    """Upload a snapshot, as `Run.export` writes it to be published, to a model repository on the hub.
+    """Uploads a snapshot to a model repository on the hub, as `Run.export` writes it to be published.
 
-    The repository is created if it does not exist. Everything that can be refused is refused before weights are read.
-    The token is that of the environment (HF_TOKEN) or of `hf auth login`.
+    The repository is created if it does not exist. The token is HF_TOKEN's, or that of a login (`hf auth login`).
 
     Args:
-        run: the run.
         repo: the repository, as owner/name; without an owner it is the user's.
-        version: the snapshot's version.
-        role: the model to push.
         adapter: push only the LoRA adapters; see `Run.export`.
         public: make a new repository public, and allow an existing one that is public.
-
-    Returns:
-        Where the model is.
 
     Raises:
         UserError: the name is malformed, there is no token, the hub may not be used or refuses access, the repository
@@ -51,6 +44,7 @@ def push(
         validate_repo_id(repo)
     except HFValidationError as error:
         raise UserError(f"{repo} is not a name of a repository (owner/name): {in_one_line(error)}") from None
+    # everything that can be refused is refused before weights are read
     run.exportable(version, role, adapter=adapter)
     if constants.HF_HUB_OFFLINE:
         raise UserError("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so nothing can be pushed: unset it")
@@ -71,14 +65,14 @@ def push(
                 repo_id=url.repo_id,
                 folder_path=folder,
                 commit_message=f"{role} after {counted(version, 'iteration')} of {name}",
-                delete_patterns=list(LAYOUTS),  # those that it does not replace
+                delete_patterns=list(LAYOUTS),  # files of earlier pushes
             )
     return Pushed(str(url), private)
 
 
 @contextmanager
 def _one_line(repo: str) -> Iterator[None]:
-    """Raise the hub's errors as one line for the user."""
+    """Raises the hub's errors as one line for the user."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
@@ -96,6 +90,6 @@ def _one_line(repo: str) -> Iterator[None]:
         raise RatchetError(
             f"cannot reach {constants.ENDPOINT}: {in_one_line(error)}; repeat the command later"
         ) from None
-    except (OSError, RuntimeError, ValueError) as error:  # an upload that failed, files, metadata that is not valid
+    except (OSError, RuntimeError, ValueError) as error:  # a failed upload, unreadable files, invalid metadata
         cause = f" ({in_one_line(error.__cause__)})" if error.__cause__ is not None else ""
         raise RatchetError(f"{repo} was not pushed: {in_one_line(error)}{cause}") from error

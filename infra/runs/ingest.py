@@ -48,25 +48,25 @@ TRAJECTORIES = pa.schema(
 SCORES = ("score", "rating")
 """Columns of a rating, in order of precedence."""
 TOOLS = "tools, or /v1/completions"
-"""Why an answer is left out whose prompt a dataset cannot hold."""
+"""The reason for leaving out an answer whose prompt a dataset cannot hold."""
 
 
 @dataclass(frozen=True)
 class Ingested:
-    """What was read of logs."""
+    """The prompts and trajectories that were read from logs."""
 
     prompts: pa.Table
-    """The different prompts; columns `PROMPTS`."""
+    """The distinct prompts; columns `PROMPTS`."""
     trajectories: pa.Table
     """The answers; columns `TRAJECTORIES`."""
     left_out: Mapping[str, int]
-    """Numbers of answers that were left out, by the reason."""
+    """Numbers of answers that were left out, by reason."""
     unknown: int
-    """Number of ratings whose id is of no answer."""
+    """Number of ratings whose id matches no answer."""
 
 
 def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: float | None = None) -> Ingested:
-    """Read logs of chats.
+    """Reads logs of chats.
 
     Args:
         sources: runs whose snapshots were served, and files of conversations: rows of `messages` or `conversations`
@@ -120,7 +120,7 @@ def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: 
 
 
 def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
-    """The answers to chats without tools, whose prompts a dataset can hold."""
+    """Yields the answers to chats without tools, whose prompts a dataset can hold."""
     name = run.store.url.rpartition("/")[2]
     if not run.store.served_keys():
         raise UserError(f"{name} was never served: `ratchet serve {name}` stores answers")
@@ -136,7 +136,7 @@ def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
             ids = [*ids, *call["heard_ids"]]
             is_text = "messages" in asked and "tools" not in asked and all(map(_is_plain, (*messages, answer)))
             if is_text:
-                if call["finish_reason"] == "length":  # who learns it would learn to stop there
+                if call["finish_reason"] == "length":  # training on it would teach to stop there
                     left_out["cut off at the token limit"] += 1
                 yield {
                     "is_whole": call["finish_reason"] != "length",
@@ -161,7 +161,7 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
 
 
 def _of_file(url: str, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
-    """The last answer of each row of a file, to chats without tools."""
+    """Yields the last answer of each row of a file, for chats without tools."""
     for number, (where, row) in enumerate(read(url)):
         if (example := example_of(row, where)) is None:
             raise UserError(
@@ -200,7 +200,7 @@ def _score(row: Mapping[str, Any], where: str) -> float | None:
         return None
     value = row[column]
     with suppress(ValueError):
-        value = json.loads(value.lower()) if isinstance(value, str) else value  # CSV has texts
+        value = json.loads(value.lower()) if isinstance(value, str) else value  # CSV values are text
     if not isinstance(value, int | float):
         raise UserError(f"{where}: {column} is {row[column]!r:.60}: write a number, or true and false")
     return float(value)

@@ -22,19 +22,19 @@ from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.metrics import VALIDATION, validation_scores
 
 READERS = 16
-"""Threads that read, so that a remote store's latency adds up less."""
+"""Threads that read, to hide the latency of a remote store."""
 FRESH_S = 60.0
 """A driver on another host counts as alive while its heartbeat is younger."""
 
 State = Literal["not started", "running", "stopped", "failed", "finished", "ended early", "fit", "damaged"]
 """`not started`: a fork that no driver has claimed; `failed`: an error ended the newest driver; `stopped`: it was asked
-to stop, or killed; `ended early`: by `validation.patience`; `fit`: an SFT or a reward model, running or not; `damaged`:
-the log, an index or a validation cannot be read."""
+to stop, or killed; `ended early`: by `validation.patience`; `fit`: a fine-tuning run (SFT or a reward model), running
+or not; `damaged`: the log, an index or a validation cannot be read."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a list of runs shows of one run."""
+    """One run in a list of runs."""
 
     name: str
     url: str
@@ -42,32 +42,22 @@ class RunSummary:
     iteration: int
     """The open iteration, which is the number of closed ones."""
     iterations: int | None
-    """The number of iterations of the config; None for a fit, and if it cannot be read."""
+    """The number of iterations of the config; None for a fine-tuning run, and if it cannot be read."""
     best_validation: tuple[str, float] | None
     """The metric that `validation.metric` names, and its best value."""
     age_s: float
     """Seconds since the last commit."""
     bytes: int
-    """Size of all files in the run's folder. A fork's folder lacks what it shares with its parent."""
+    """Size of all files in the run's folder. A fork's folder lacks the files that it shares with its parent."""
     problem: str = ""
-    """If the run is damaged, has failed or has not started: why, in one line."""
+    """The reason in one line, if the run is damaged, has failed or has not started."""
 
 
 def runs_of(store_url: str) -> list[RunSummary]:
-    """List the runs of a store.
+    """Lists the runs of a store, the newest commit first. Empty if the store does not exist.
 
-    The cost of a run is a listing of its folder, its newest log records, and the index of each closed iteration, which
-    is read once per process.
-
-    Args:
-        store_url: the folder of runs, as any fsspec URL or a local path.
-
-    Returns:
-        A summary of each run, the newest commit first. Empty if the store does not exist.
-
-    Raises:
-        UserError: fsspec does not support the protocol, or the store refuses access.
-        StoreUnavailable: the store does not answer.
+    A run costs a listing of its folder, its newest log records, and the index of each closed iteration, which is read
+    once per process. Raises `UserError` and `StoreUnavailable` as `ObjectStore`.
     """
     names = run_names(store_url)
     with ThreadPoolExecutor(READERS) as readers:
@@ -76,7 +66,7 @@ def runs_of(store_url: str) -> list[RunSummary]:
 
 
 def _summary(store_url: str, name: str) -> RunSummary | None:
-    """The summary of a run; None if the folder holds no run."""
+    """Returns the summary of a run; None if the folder holds no run."""
     url = run_url(store_url, name)
     objects = ObjectStore(url)
     size = _size(objects)
@@ -98,7 +88,7 @@ def _summary(store_url: str, name: str) -> RunSummary | None:
 
 
 def _problem(run: Run, state: State) -> str:
-    """Why a run of this state does not run."""
+    """Explains why a run of this state is not running."""
     if state == "not started":
         return "a fork; `ratchet resume` starts it"
     beat = heartbeat.read(run.store.objects)
@@ -106,15 +96,7 @@ def _problem(run: Run, state: State) -> str:
 
 
 def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
-    """Tell what a readable run does.
-
-    Args:
-        run: the run.
-        metrics: metrics by iteration, in order, at least those of its validations.
-
-    Returns:
-        Its state.
-    """
+    """Returns the state of a readable run. `metrics` are by iteration, in order, at least those of its validations."""
     if run.is_fit:
         return "fit"
     config, closed = run.config, run.state.iteration
@@ -133,14 +115,7 @@ def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
 
 
 def is_driven(objects: ObjectStore) -> bool:
-    """Tell whether a driver is at work, without waiting for its next heartbeat.
-
-    Args:
-        objects: the run's folder.
-
-    Returns:
-        Whether the driver's process lives; on another host, whether its heartbeat is younger than `FRESH_S`.
-    """
+    """True if the driver's process is alive, or, on another host, its heartbeat is younger than `FRESH_S`."""
     beat = heartbeat.read(objects)
     if beat is None or beat.stopped:
         return False
@@ -156,17 +131,7 @@ def is_driven(objects: ObjectStore) -> bool:
 
 
 def validations(run: Run) -> dict[int, dict[str, float]]:
-    """Collect the validation metrics of a run, those of the open iteration included.
-
-    Args:
-        run: the run.
-
-    Returns:
-        The metrics of each validation by iteration, in order.
-
-    Raises:
-        Corrupt: an index or a manifest is missing or damaged.
-    """
+    """Returns the validation metrics of a run by iteration, in order, including the open iteration's."""
     state, url = run.state, run.store.url
     refs = [ref for page in state.pages for ref in (*_page(url, page), page)] + state.recent
     metrics = {iteration: dict(_validation(url, ref)) for iteration, ref in enumerate(refs)}
@@ -178,13 +143,14 @@ def validations(run: Run) -> dict[int, dict[str, float]]:
 
 @lru_cache(maxsize=4096)
 def _page(url: str, page: ObjectRef) -> tuple[ObjectRef, ...]:
-    """The other indexes in a page of closed iterations."""
+    """Returns the other indexes in a page of closed iterations."""
     return tuple(RunStore.at(url).log.load_index(page).recent)
 
 
+# indexes are immutable, so they are read once
 @lru_cache(maxsize=262_144)
 def _validation(url: str, index: ObjectRef) -> tuple[tuple[str, float], ...]:
-    """The validation metrics in an index. Indexes are immutable, so they are read once."""
+    """Returns the validation metrics in an index."""
     return tuple(_of_validation(Run(RunStore.at(url)).metrics_of(index)).items())
 
 

@@ -28,34 +28,26 @@ if TYPE_CHECKING:
     from ratchet.infra.runs.run import Run
 
 MEASURED = ("sft/", "reward/", "val/")
-"""How metrics of a fit begin that tell how good its model is."""
+"""Prefixes of a fine-tuning run's metrics that measure its model."""
 PACKAGES = {"ratchet-rlhf": "Ratchet", "torch": "torch", "transformers": "transformers"}
 _HUB_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 
 
 def model_card(run: Run, checkpoint: Checkpoint, base: str | None) -> str:
-    """Write the card of a snapshot.
+    """Writes the card of a snapshot of one role: Markdown with YAML metadata.
 
     It has no secrets and no absolute paths other than `base`, and names in it are shown as code, so that they are never
     markup.
 
     Args:
-        run: the run.
-        checkpoint: the snapshot's checkpoint of one role.
         base: the base model, as the code that loads an adapter names it; None: the folder has the whole model.
-
-    Returns:
-        Markdown with YAML metadata.
-
-    Raises:
-        Corrupt: an index or a manifest is missing or damaged.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     name, version, role = run.store.url.rpartition("/")[2], checkpoint.weights.version, checkpoint.role
     claim = _trained_by(run, version)
     config = stored_config(claim.config, run.store.url)
-    model = run.config.model_of(role)  # where it is today
+    model = run.config.model_of(role)  # its path may have changed since
     datasets = [dataset for url in config.data.train for dataset in _HUB_DATASET.findall(url)]
     metadata = ModelCardData(
         base_model=base_models(model) or None,
@@ -99,15 +91,8 @@ Secrets and local folders are left out.
 
 
 def fit_card(config: SFTConfig | RewardTraining, metrics: Mapping[str, float]) -> str:
-    """Write the card of a fit's model, with the same care as `model_card`.
-
-    Args:
-        config: the fit's config.
-        metrics: those of its last round.
-
-    Returns:
-        Markdown with YAML metadata.
-    """
+    """Writes the card of a fine-tuning run's model, with the same care as `model_card`. `metrics` are the last
+    round's."""
     from huggingface_hub import ModelCard, ModelCardData
 
     is_policy = isinstance(config, SFTConfig)
@@ -147,14 +132,14 @@ Secrets and local folders are left out.
 
 
 def _trained_by(run: Run, version: int) -> Claim:
-    """The claim of the driver that made a version of the weights; a later driver may have another config."""
+    """Returns the claim of the driver that made a version of the weights; a later driver may have another config."""
     state = run.store.iteration_state(version - 1) if version else run.state
     assert state.claim is not None
     return state.claim
 
 
 def _algorithms(config: RunConfig) -> list[str]:
-    """The algorithm, as people search for it: grpo, gspo; ppo for its own estimator and loss."""
+    """Returns the algorithm by its common names: grpo, gspo; ppo for its own estimator and loss."""
     estimator, loss = config.algorithm.advantage.type, config.algorithm.loss.type
     return [name for name, usual in ((estimator, "gae"), (loss, "ppo")) if name != usual] or ["ppo"]
 
@@ -173,7 +158,8 @@ def _facts(config: RunConfig, model: ModelConfig, *, is_merged: bool) -> Iterabl
 
 
 def _updates(run: Run, version: int) -> str:
-    """How many iterations changed the policy: while only the critic learned, or a gradient was not finite, none did."""
+    """Counts the iterations that changed the policy: not those in which only the critic learned, or a gradient was not
+    finite."""
     commits = (run.store.committed_stage(iteration, UPDATE_ACTOR) for iteration in range(version))
     updates = sum(isinstance(commit, StageCommit) for commit in commits)
     return f"{updates}, one in each iteration" if updates == version else f"{updates} in {version} iterations"
@@ -199,13 +185,13 @@ def _reward(config: RunConfig) -> str:
 
 
 def _data(url: str) -> str:
-    """A data file or dataset by its name, without the folders or the host that has it."""
+    """Returns a data file or dataset by its name, without its folders or host."""
     dataset = _HUB_DATASET.match(url)
     return _code(dataset[1] if dataset else published_text(url).rstrip("/").rpartition("/")[2])
 
 
 def _validation(run: Run, config: RunConfig, checkpoint: Checkpoint, iterations: str) -> str:
-    """The values before training and at a version."""
+    """Tabulates the values before training and at a version."""
     first, now = (run.store.validation_metrics(version) for version in (0, checkpoint.weights.version))
     shown = [
         name for name in sorted({*first, *now}) if name.startswith("val-core/") or name == config.validation.metric
@@ -218,7 +204,7 @@ def _validation(run: Run, config: RunConfig, checkpoint: Checkpoint, iterations:
 
 
 def _usage(config: RunConfig, role: str, name: str, base: str | None) -> str:
-    """Code that loads the folder, and that lets a policy answer, with transformers and with vLLM."""
+    """Writes code that loads the folder, and that lets a policy answer, with transformers and with vLLM."""
     model = config.model_of(role)
     auto = "AutoModelForTokenClassification" if is_critic(role) else "AutoModelForCausalLM"
     imports, paths = [f"from transformers import {auto}, AutoTokenizer"], [PATH]
@@ -249,7 +235,7 @@ PATH = 'path = "."  # this folder, or its name on the hub'
 
 
 def _serve(model: ModelConfig, name: str, base: str | None) -> str:
-    """The command of vLLM's server for the folder in which it is called."""
+    """Returns the command of vLLM's server for the folder in which it is called."""
     if base is None:
         return f"vllm serve . --served-model-name {shlex.quote(name)}"
     assert model.lora is not None
@@ -259,7 +245,7 @@ def _serve(model: ModelConfig, name: str, base: str | None) -> str:
 
 
 def _answer(config: RunConfig, has_template: bool) -> list[str]:
-    """Code that samples an answer to a prompt that is rendered as in training."""
+    """Writes code that samples an answer to a prompt, rendered as in training."""
     system = config.data.system_prompt
     before = [] if system is None else [{"role": "system", "content": published_text(system)}]
     messages = json.dumps([*before, {"role": "user", "content": "..."}], ensure_ascii=False)
@@ -282,7 +268,7 @@ def _answer(config: RunConfig, has_template: bool) -> list[str]:
 def _origin(name: str, checkpoint: Checkpoint) -> str:
     digest, version, role = _code(checkpoint.weights.digest), checkpoint.weights.version, checkpoint.role
     known = f"In the run's store, these weights with their optimizer state have the digest\n{digest}."
-    if not ROLES[role].exported:  # by the command line
+    if not ROLES[role].exported:  # the command line does not export it
         return known
     option = "" if role == "actor" else f" --role {role}"
     explain = _code(f"ratchet explain {shlex.quote(name)} {version}{option}")
@@ -310,7 +296,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _code(text: str) -> str:
-    """Text as code in a line, in which Markdown and HTML mean nothing."""
+    """Formats text as inline code, in which Markdown and HTML mean nothing."""
     plain = "".join(character if character.isprintable() else " " for character in published_text(text))
     fence = "`" * (_longest_run(plain) + 1)
     pad = " " if plain.startswith("`") or plain.endswith("`") else ""
@@ -318,11 +304,11 @@ def _code(text: str) -> str:
 
 
 def _block(text: str, language: str) -> str:
-    """Text as a block of code."""
+    """Formats text as a block of code."""
     fence = "`" * max(3, _longest_run(text) + 1)
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _longest_run(text: str) -> int:
-    """Length of the longest run of backticks."""
+    """Returns the length of the longest run of backticks."""
     return max(map(len, re.findall("`+", text)), default=0)

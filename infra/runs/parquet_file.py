@@ -1,4 +1,4 @@
-"""Parquet files that commands write for others."""
+"""Writes the Parquet files that commands produce for other programs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from ratchet.infra.store.run_store import parquet_bytes
 
 
 def write_parquet(table: pa.Table, output: str) -> None:
-    """Write a Parquet file, which appears whole or not at all.
+    """Writes a Parquet file, which appears whole or not at all, and replaces an existing file.
 
     Args:
-        table: its rows.
-        output: path of the file, in a folder that exists, or fsspec URL. A file that is there is replaced.
+        output: path of the file in an existing folder, or fsspec URL.
 
     Raises:
         UserError: the store refuses access, or fsspec does not support the protocol.
-        StoreUnavailable: the store does not answer.
     """
     content = parquet_bytes(table)
     if "://" in output:

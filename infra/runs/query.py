@@ -27,12 +27,12 @@ LIMITS = SQLLimits(
     memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4,
     threads=os.cpu_count() or 1,
 )
-"""What a query may use: most of the machine."""
+"""Limits of a query: most of the machine."""
 _statements = Statements(LIMITS)
 
 
 def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
-    """Run a query over these tables, in which the column `run` names the run:
+    """Runs a query over these tables, in which the column `run` names the run:
 
     - one per stage, with its name, its own columns, `trajectory_id` and `iteration`; `validate` likewise;
     - `trajectories`: the stages joined, one row per trajectory, with NULL for stages that have not processed it yet;
@@ -40,11 +40,7 @@ def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
     - `served`: the answers of `ratchet serve`, if there are any.
 
     Args:
-        runs: the run to query, or several.
         sql: one statement.
-
-    Returns:
-        The result.
 
     Raises:
         UserError: DuckDB rejects the query, it exceeds `LIMITS`, `sql` is not one statement, or `runs` is a name
@@ -71,11 +67,10 @@ def query(runs: Run | Sequence[Run], sql: str) -> pd.DataFrame:
 
 
 def tables_of(runs: Run | Sequence[Run], iterations: Sequence[int] | None = None, damaged: OnDamage = refuse) -> Tables:
-    """Describe the tables of `query`. Reads indexes and manifests.
+    """Describes the tables of `query`. Reads indexes and manifests.
 
     Args:
-        runs: the run, or several.
-        iterations: what the tables cover; None for all, including the open ones. With a choice there is no table
+        iterations: the iterations of the tables; None for all, including the open ones. With a choice there is no table
             `metrics`.
         damaged: called with each error of a missing or damaged object, whose rows are then left out.
 
@@ -106,14 +101,14 @@ def tables_of(runs: Run | Sequence[Run], iterations: Sequence[int] | None = None
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """What to call each run beside the others: its name, or its URL if two have the same name."""
+    """Names each run beside the others: by its name, or by its URL if two have the same name."""
     urls = [run.store.url for run in runs]
     leaves = [url.rpartition("/")[2] for url in urls]
     return [url if leaves.count(leaf) > 1 else leaf for url, leaf in zip(urls, leaves, strict=True)]
 
 
 def _tables_of(run: Run, prefix: str, iterations: Sequence[int] | None, damaged: OnDamage) -> Tables:
-    """The tables of one run, whose names begin with a prefix; it is not part of the keys of `columns`."""
+    """Describes the tables of one run. Their names begin with a prefix, which the keys of `columns` lack."""
     chosen = range(run.state.iteration + 1) if iterations is None else iterations
     states: list[RunState] = []
     for iteration in chosen:
@@ -149,7 +144,7 @@ def _tables_of(run: Run, prefix: str, iterations: Sequence[int] | None, damaged:
 
 
 def _stage_table(run: Run, stage: str, prefix: str, states: Iterable[RunState], damaged: OnDamage) -> FileTable | None:
-    """The data files of a stage; None if there are none. A stage that the schema does not name has the columns of its
+    """Describes the data files of a stage; None if there are none. A stage outside the schema has the columns of its
     newest file."""
     files: list[DataFile] = []
     for state in states:
@@ -175,12 +170,12 @@ def _stage_table(run: Run, stage: str, prefix: str, states: Iterable[RunState], 
 
 
 def _is_in_memory(tables: Tables) -> bool:
-    """Whether data files are in this process's memory, which no other process sees."""
+    """True if data files are in this process's memory, which other processes do not see."""
     return any(file.url.startswith("memory:") for table in tables.files for file in table.files)
 
 
 def _absolute(run: Run, ref: ShardRef | None) -> str:
-    """The URL of the folder of a run that holds a file, for a process that may be in another folder."""
+    """Returns the absolute URL of the run that holds a file, for a process that may have another working folder."""
     objects = run.store.objects.of_run(None if ref is None else ref.run)
     return f"file://{objects.backend.root.absolute()}" if isinstance(objects.backend, LocalBackend) else objects.url
 

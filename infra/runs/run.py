@@ -1,4 +1,4 @@
-"""Reading a run as pandas frames: only committed data, and without claiming the run."""
+"""Reads a run as pandas frames: only committed data, and without claiming the run."""
 
 from __future__ import annotations
 
@@ -39,17 +39,14 @@ LAYOUTS = (
 )
 """Files of models and of adapters, whole or in shards. Old ones would be loaded together with new ones."""
 CARD = "README.md"
-"""The file of a model folder that people read first."""
+"""The model card of a model folder."""
 
 
 def open_run(url: str) -> Run:
-    """Open a run for reading.
+    """Opens a run for reading, as it is now.
 
     Args:
         url: the run's folder, such as ``s3://bucket/runs/countdown`` or ``./runs/countdown``.
-
-    Returns:
-        The run as it is now.
 
     Raises:
         UserError: there is no run.
@@ -62,12 +59,12 @@ def open_run(url: str) -> Run:
 
 
 def no_run(url: str) -> UserError:
-    """The error for a URL at which there is no run; it names the runs with the most similar names."""
+    """Makes the error for a URL at which there is no run; it names the runs with the most similar names."""
     parent, _, name = url.rstrip("/").rpartition("/")
     store = parent or str(RunSection.model_fields["store"].default)
     try:
         near = get_close_matches(name, run_names(store), n=3)
-    except RatchetError:  # of a store that cannot be listed the user knows enough
+    except RatchetError:  # the store cannot be listed: no suggestions then
         near = []
     if parent and near:
         remedy = f"is it {' or '.join(near)}?"
@@ -79,18 +76,7 @@ def no_run(url: str) -> UserError:
 
 
 def run_names(store_url: str) -> list[str]:
-    """Name the folders of a store, which are its runs and perhaps others.
-
-    Args:
-        store_url: the folder of runs.
-
-    Returns:
-        The names, sorted. Empty if the store does not exist.
-
-    Raises:
-        UserError: fsspec does not support the protocol, or the store refuses access.
-        StoreUnavailable: the store does not answer.
-    """
+    """Lists the folders of a store, sorted: its runs, and perhaps others. Empty if the store does not exist."""
     try:
         entries = _entries(store_url)
     except FileNotFoundError:
@@ -100,25 +86,18 @@ def run_names(store_url: str) -> list[str]:
 
 
 def check_store(store_url: str) -> None:
-    """Check that a store exists; an object store does if its bucket does.
-
-    Args:
-        store_url: the folder of runs.
-
-    Raises:
-        UserError: there is no such folder or bucket.
-    """
+    """Raises `UserError` if the folder or the bucket of a store does not exist."""
     try:
         _entries(store_url)
     except FileNotFoundError as error:
         is_local = isinstance(ObjectStore(store_url).backend, LocalBackend)
-        if is_local or error.__cause__ is not None:  # of a folder that is merely empty, an object store knows nothing
+        if is_local or error.__cause__ is not None:  # an object store does not know empty folders
             kind = "folder" if is_local else "bucket"
             raise UserError(f"--store {store_url}: there is no such {kind}; name that of your runs") from None
 
 
 def _entries(store_url: str) -> list[dict[str, Any]]:
-    """What the folder of runs holds, as fsspec lists it. Raises `FileNotFoundError` if there is none."""
+    """Lists the folder of runs, as fsspec does. Raises `FileNotFoundError` if there is none."""
     objects = ObjectStore(store_url)
     fs, root = fsspec.core.url_to_fs(store_url, use_listings_cache=False)
     entries: list[dict[str, Any]] = objects.retry("list its runs", lambda: fs.ls(root.rstrip("/"), detail=True))
@@ -126,13 +105,9 @@ def _entries(store_url: str) -> list[dict[str, Any]]:
 
 
 def own_answers(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row for each trajectory that the policy of its iteration wrote.
+    """Selects a row for each trajectory that the policy of its iteration wrote, without repeated ones (`data.replay`).
 
-    Args:
-        rows: trajectories with `trajectory_id`, and with `replayed_from` if the run replays any (`data.replay`).
-
-    Returns:
-        The rows without repeated trajectories and, of an agent's trajectory, only that of its last branch.
+    Of an agent's trajectory, only the row of the last branch counts.
     """
     if "replayed_from" in rows:
         rows = rows[rows["replayed_from"].isna()]
@@ -140,7 +115,7 @@ def own_answers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def row_stages(state: RunState) -> list[str]:
-    """The stages that write rows, in order, started or not; updates write none."""
+    """Lists the stages that write rows, in order, started or not; updates write none."""
     complete = (
         name for name, commit in state.stages.items() if isinstance(commit, StageCommit) and commit.weights is None
     )
@@ -148,29 +123,30 @@ def row_stages(state: RunState) -> list[str]:
 
 
 def _remove_weights(folder: Path) -> None:
-    """Remove the weights of an earlier export: adapters would be applied to weights that contain them."""
+    """Removes the weights of an earlier export."""
+    # adapters left behind would be applied to weights that contain them
     for pattern in LAYOUTS:
         for path in folder.glob(pattern):
             path.unlink()
 
 
 def refuse(damage: Corrupt) -> None:
-    """The default `damaged` callback: raise the error."""
+    """Raises the error: the default `damaged` callback."""
     raise damage
 
 
 class Run:
     """A run as of the moment it was opened.
 
-    Methods that take a callback `damaged` call it with each `Corrupt` error and leave that iteration out; the default
-    raises the first error.
+    Methods raise `Corrupt` if an object is missing or damaged. Those with a callback `damaged` call it with each such
+    error instead, and leave that iteration out; the default raises the first error.
     """
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
 
     def __repr__(self) -> str:
-        """The run's URL and how far it is, such as ``Run('file://./runs/countdown', 20 of 34 iterations)``."""
+        """Returns the run's URL and its progress, such as ``Run('file://./runs/countdown', 20 of 34 iterations)``."""
         closed = self.state.iteration
         if self.is_fit:
             return f"Run({self.store.url!r}, a fit with {counted(closed, 'round')})"
@@ -178,22 +154,17 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """The run's state when it was opened."""
         return self.store.state
 
     @property
     def is_fit(self) -> bool:
-        """Whether the run is a fit (sft, reward-model), which has no trajectories."""
+        """True for a fine-tuning run (sft, reward-model), which has no trajectories."""
         assert self.state.claim is not None
         return is_fit(self.state.claim.config)
 
     @property
     def config(self) -> RunConfig:
-        """The config of the newest driver.
-
-        Raises:
-            UserError: the run is a fit.
-        """
+        """The config of the newest driver. Raises `UserError` if the run is a fine-tuning run."""
         assert self.state.claim is not None
         if self.is_fit:
             raise UserError(f"{self.store.url} is a fit, not a run of iterations: `ratchet status` shows its metrics")
@@ -205,20 +176,18 @@ class Run:
         columns: Sequence[str] | None = None,
         damaged: OnDamage = refuse,
     ) -> pd.DataFrame:
-        """Committed trajectories, joined over the stages.
+        """Returns committed trajectories, joined over the stages.
 
         Args:
             iterations: one iteration or several; None for all, including the open iteration.
             columns: None for all.
-            damaged: called with each error of a missing or damaged object.
 
         Returns:
-            One row per trajectory, with the columns `iteration` and `columns`. An open iteration has only the rows
-            that all stages of the chosen columns have committed.
+            One row per trajectory, with the columns `iteration` and `columns`. An open iteration has only the rows that
+            all stages of the chosen columns have committed.
 
         Raises:
             UserError: the run has no such iteration, or a column does not exist.
-            Corrupt: an object is missing or damaged, unless `damaged` handles it.
         """
         import pandas as pd
 
@@ -242,7 +211,7 @@ class Run:
             else:
                 readable.append((state, by_stage))
                 known |= dict.fromkeys(name for names in by_stage.values() for name in names)
-        asked = [name for name in columns or () if name != "iteration"]  # which is always there
+        asked = [name for name in columns or () if name != "iteration"]  # always present
         if unknown := [name for name in asked if name not in known]:
             raise UserError(f"there is no column {unknown[0]}; columns are iteration, {', '.join(known)}")
         wanted = list(known) if columns is None else asked
@@ -256,21 +225,14 @@ class Run:
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["iteration", *wanted])
 
     def _columns(self, state: RunState) -> dict[str, tuple[str, ...]]:
-        """The columns of the training trajectories that each stage has committed in an iteration."""
+        """Returns the columns of training trajectories in an iteration, by stage."""
         return {name: self.store.columns_of(state, name) for name in row_stages(state) if name != VALIDATE}
 
     def query(self, sql: str) -> pd.DataFrame:
-        """Run SQL over the run's committed data; `ratchet.query` describes the tables, and takes several runs.
+        """Runs one SQL statement over the run's committed data; `ratchet.query` describes the tables, and takes several
+        runs.
 
-        Args:
-            sql: one statement.
-
-        Returns:
-            The result.
-
-        Raises:
-            UserError: DuckDB rejects the query, or `sql` is not one statement.
-            Corrupt: an index, a manifest or a metrics file is missing or damaged.
+        Raises `UserError` if DuckDB rejects the query.
         """
         from ratchet.infra.runs.query import query
 
@@ -279,18 +241,12 @@ class Run:
     def validation(
         self, iterations: int | Iterable[int] | None = None, columns: Sequence[str] | None = None
     ) -> pd.DataFrame:
-        """Committed validations.
+        """Returns committed validations, one row per trajectory; `iteration` is the iteration before which the
+        validation ran.
 
         Args:
             iterations: one iteration or several; None for all.
-            columns: those to read; None for all.
-
-        Returns:
-            One row per trajectory; `iteration` is the iteration before which the validation ran. Empty if there are
-            none.
-
-        Raises:
-            Corrupt: an object is missing or damaged.
+            columns: None for all.
         """
         import pandas as pd
 
@@ -304,42 +260,22 @@ class Run:
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def served(self, damaged: OnDamage = refuse) -> pd.DataFrame:
-        """The answers of `ratchet serve`, which are no part of the run's history.
-
-        Args:
-            damaged: called with each error of a missing or damaged file.
-
-        Returns:
-            One row per answer; docs/columns.md describes the columns.
-
-        Raises:
-            Corrupt: a file is missing or damaged, unless `damaged` handles it.
-        """
+        """Returns the answers of `ratchet serve`, one row each; docs/columns.md describes the columns."""
         from ratchet.infra.runs.served import served
 
         frame: pd.DataFrame = served(self.store, damaged).to_pandas()
         return frame
 
     def metrics(self, last: int | None = None, damaged: OnDamage = refuse) -> pd.DataFrame:
-        """The metrics of closed iterations. Reads one index per iteration.
-
-        Args:
-            last: the number of newest iterations to read; None for all.
-            damaged: called with each error of a missing or damaged object.
-
-        Returns:
-            One row per iteration, with the column `iteration` and one column per metric that any of them has.
-
-        Raises:
-            Corrupt: an object is missing or damaged, unless `damaged` handles it.
-        """
+        """Returns the metrics of the newest `last` closed iterations, or of all, one row per iteration. Reads one index
+        for each."""
         import pandas as pd
 
         rows = self.metric_rows(last, damaged)
         return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["iteration"])
 
     def metric_rows(self, last: int | None = None, damaged: OnDamage = refuse) -> list[dict[str, float]]:
-        """The same as `metrics`, as a mapping per iteration of the metrics that it has."""
+        """Returns the same as `metrics`, as a mapping per iteration of the metrics that it has."""
         closed = self.state.iteration
         rows = []
         for iteration in range(0 if last is None else max(0, closed - last), closed):
@@ -350,25 +286,14 @@ class Run:
         return rows
 
     def metrics_of(self, closed: ObjectRef) -> dict[str, float]:
-        """The metrics of one closed iteration.
-
-        Args:
-            closed: the iteration's index, from `RunStore.index_of`.
-
-        Returns:
-            Values by name; `iteration` is among them.
-
-        Raises:
-            Corrupt: an object is missing or damaged.
-        """
+        """Returns the metrics of a closed iteration by name, and `iteration`. `closed` is from `RunStore.index_of`."""
         index = self.store.log.load_index(closed)
         return {"iteration": index.iteration, **index.metric_values}
 
     def progress(self, iteration: int) -> dict[str, str]:
-        """The progress of an iteration's stages.
+        """Returns the progress of an iteration by stage: ``✓`` complete, ``–`` skipped, or shards such as ``2/4``.
 
-        Returns:
-            By stage: ``✓`` complete, ``–`` skipped, or shards such as ``2/4``. Stages without commits are absent.
+        Stages without commits are absent.
         """
         state = self.store.iteration_state(iteration)
         progress = {name: "✓" if isinstance(commit, StageCommit) else "–" for name, commit in state.stages.items()}
@@ -377,34 +302,24 @@ class Run:
         return progress
 
     def _shards_of(self, stage: str) -> str:
-        """The number of shards of a stage, or the maximum with dynamic sampling. Unknown for validation, where it
-        depends on the prompt file."""
+        """Returns the number of shards of a stage; with dynamic sampling, the maximum."""
+        # depends on the prompt file
         if stage == VALIDATE:
             return "?"
         return str(-(-self.config.max_prompts // self.config.rollout.prompts_per_shard))
 
     def newest_snapshot(self) -> int:
-        """The version of the newest snapshot.
-
-        Raises:
-            UserError: the run has no snapshot.
-        """
+        """Returns the version of the newest snapshot. Raises `UserError` if the run has none."""
         version = max(self.state.snapshots, default=None)
         if version is None:
             raise UserError(f"{self.store.url} has no snapshot yet: checkpoint.every says how often one is taken")
         return version
 
     def deciding_scores(self, first: int = 0) -> dict[int, float]:
-        """The scores of validations by which the run may end early (`RunConfig.ends_early`).
+        """Returns the validation scores by which the run may end early (`RunConfig.ends_early`), from iteration `first`
+        on.
 
-        Args:
-            first: the first iteration whose score is read.
-
-        Returns:
-            The scores by closed iteration; empty without `validation.patience`, so that nothing is read.
-
-        Raises:
-            Corrupt: an index or a manifest is missing or damaged.
+        Empty without `validation.patience`, so that nothing is read.
         """
         config = self.config
         if config.validation.patience is None:
@@ -413,11 +328,10 @@ class Run:
         return self.store.validation_scores(validated, config.validation.metric)
 
     def best_snapshot(self) -> int:
-        """The version of the snapshot with the best validation, by `validation.metric`; notes a better one that has no
-        snapshot. Reads one index per validation.
+        """Returns the version of the snapshot with the best validation, by `validation.metric`. Reads one index per
+        validation.
 
-        Raises:
-            UserError: no snapshot was validated.
+        Reports a better validation that has no snapshot. Raises `UserError` if no snapshot was validated.
         """
         versions = {*filter(self.config.validates, range(self.state.iteration)), self.state.iteration}
         scores = self.store.validation_scores(versions | self.state.snapshots.keys(), self.config.validation.metric)
@@ -443,7 +357,7 @@ class Run:
         return chosen
 
     def _without_snapshot(self, version: int) -> str:
-        """Where the best weights are, whose snapshot is not kept, and how to get them."""
+        """Explains how to get the best weights, whose snapshot is not kept."""
         if not version:
             return f"the best validation was that before training, whose weights are in {self.config.model.path}"
         snapshots, name = sorted(self.state.snapshots), self.store.url.rpartition("/")[2]
@@ -459,19 +373,10 @@ class Run:
         )
 
     def exportable(self, version: int, role: str = "actor", *, adapter: bool = False) -> Checkpoint:
-        """Find what `export` would write, and check that it can.
-
-        Args:
-            version: the snapshot's version.
-            role: the model to export.
-            adapter: whether only its LoRA adapters are wanted.
-
-        Returns:
-            The role's checkpoint.
+        """Returns the checkpoint that `export` would write.
 
         Raises:
-            UserError: the run is a fit, or the snapshot, role or adapter does not exist.
-            Corrupt: the checkpoint's manifest is missing or damaged.
+            UserError: the run is a fine-tuning run, or the snapshot, role or adapter does not exist.
         """
         if self.is_fit:
             assert self.state.claim is not None
@@ -501,22 +406,16 @@ class Run:
         adapter: bool = False,
         is_published: bool = False,
     ) -> Path:
-        """Write a snapshot as a Hugging Face model folder with its tokenizer and a model card.
+        """Writes a snapshot as a Hugging Face model folder with its tokenizer and a model card, and returns the folder.
 
         Args:
-            version: the snapshot's version.
             folder: created if it does not exist.
-            role: the model to export.
             adapter: write only the LoRA adapters, in PEFT's format. By default they are merged into the model.
-            is_published: of a base model that is a local folder, adapters name only the last part of its path. By
-                default they name all of it, so that they can be loaded on this machine.
-
-        Returns:
-            The folder.
+            is_published: if the base model of adapters is a local folder, name only the last part of its path. By
+                default the whole path is named, so that they can be loaded on this machine.
 
         Raises:
-            UserError: the run is a fit, the snapshot, role or adapter does not exist, or the base model has changed.
-            Corrupt: the snapshot is missing or damaged.
+            UserError: as `exportable`, or the base model has changed.
         """
         checkpoint = self.exportable(version, role, adapter=adapter)
         from ratchet.rlhf.models.hub_layout import copy_weights
@@ -556,7 +455,7 @@ class Run:
             for name, data in files.items():
                 (target / name).write_bytes(data)
             if named_base is not None:
-                # The stored one tells no task, and names the folder of a download of the base model.
+                # The stored config names no task, and its base model is the folder of a download.
                 task = "TOKEN_CLS" if is_critic(role) else "CAUSAL_LM"
                 settings = json.loads(files[ADAPTER_CONFIG]) | {
                     "base_model_name_or_path": named_base,
@@ -571,20 +470,20 @@ class Run:
         return target
 
     def _write_card(self, path: Path, checkpoint: Checkpoint, base: str | None) -> None:
-        """Write the model card of an export; without what it tells, the export is still good."""
+        """Writes the model card of an export."""
         from ratchet.infra.runs.model_card import model_card
 
         try:
             path.write_text(model_card(self, checkpoint, base), encoding="utf-8")
         except Corrupt as damage:
-            path.unlink(missing_ok=True)  # that of an earlier export
+            path.unlink(missing_ok=True)  # the card of an earlier export
+            # the export is still good without it
             note(f"the folder gets no model card: {damage}")
 
     def _iteration(
         self, state: RunState, by_stage: dict[str, tuple[str, ...]], wanted: Sequence[str], tolerant: bool
     ) -> pd.DataFrame:
-        """The wanted columns of one iteration. If a stage has no data, its columns are missing from the result
-        (`tolerant`), or the result is empty (otherwise)."""
+        """Returns the wanted columns of one iteration, if `tolerant` without those of a stage that has no data."""
         import pandas as pd
 
         joined: pd.DataFrame | None = None

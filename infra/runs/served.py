@@ -14,27 +14,24 @@ MERGED = 256
 
 
 class ServedLog:
-    """Writes the answers of one server. A crash loses none, and may leave some in two files, which readers notice."""
+    """A log of one server's answers. A crash loses none, but may leave some in two files, which readers notice."""
 
     def __init__(self, store: RunStore, server: str) -> None:
-        """
-        Args:
-            store: the run.
-            server: unique name of the server.
-        """
+        """Takes the run, and a unique name of the server."""
         self._store, self._server = store, server
         self._number = 0
         self._small: list[str] = []
         """Keys of the files that are not merged."""
         self._tables: list[pa.Table] = []
-        """What they hold."""
+        """Contents of these files."""
 
     def write(self, table: pa.Table) -> None:
-        """Store answers, which have the columns `CALLS`."""
+        """Stores answers, which have the columns `CALLS`."""
         self._small.append(self._write(table))
         self._tables.append(table)
         if len(self._small) == MERGED:
             self._write(pa.concat_tables(self._tables))
+            # after the merged file is written, so that a crash loses nothing
             self._store.objects.delete(self._small)
             self._small, self._tables = [], []
 
@@ -45,17 +42,10 @@ class ServedLog:
 
 
 def served(store: RunStore, damaged: OnDamage = refuse) -> pa.Table:
-    """Read the answers of all servers of a run.
+    """Reads the answers of all servers of a run, in the order in which they were stored; columns `CALLS`.
 
     Args:
-        store: the run.
         damaged: called with each error of a missing or damaged file, whose answers are then left out.
-
-    Returns:
-        The columns `CALLS`, in the order in which the answers were stored.
-
-    Raises:
-        Corrupt: a file is missing or damaged, unless `damaged` handles it.
     """
     tables = [CALLS.empty_table()]
     for key in store.served_keys():
@@ -67,6 +57,7 @@ def served(store: RunStore, damaged: OnDamage = refuse) -> pa.Table:
             else:
                 return served(store, damaged)
     table = pa.concat_tables(tables)
+    # a crash during a merge leaves answers in two files
     first = dict[str, int]()
     for row, call in enumerate(table["call_id"].to_pylist()):
         first.setdefault(call, row)

@@ -23,7 +23,7 @@ from ratchet.infra.store.object_store import Backend, backend_for
 from ratchet.rlhf.errors import UserError
 
 LONGEST_REASON = 4000
-"""Characters of a reason, which may contain a value of any size."""
+"""Largest number of characters of a reason, which may contain a value of any size."""
 Parameters = Mapping[str, str | float | None]
 
 
@@ -58,7 +58,7 @@ class FileTable:
 
 @dataclass(frozen=True)
 class Tables:
-    """All that a statement can read."""
+    """Everything that a statement can read."""
 
     files: tuple[FileTable, ...] = ()
     rows: Mapping[str, pa.Table] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Tables:
     """The columns of the tables that users see, by name."""
 
     def to_bytes(self) -> list[bytes]:
-        """The form for another process: JSON, then a stream of Arrow for each table in memory."""
+        """Encodes the tables for another process: JSON, then a stream of Arrow for each table in memory."""
         files = [
             {**asdict(table), "schema": base64.b64encode(table.schema.serialize()).decode()} for table in self.files
         ]
@@ -78,7 +78,7 @@ class Tables:
 
     @classmethod
     def from_bytes(cls, parts: Sequence[bytes]) -> Tables:
-        """Read what `to_bytes` wrote; `columns` is not part of it."""
+        """Decodes the result of `to_bytes`, which lacks `columns`."""
         head = json.loads(parts[0])
         files = (
             FileTable(
@@ -93,7 +93,7 @@ class Tables:
 
 
 def arrow_bytes(table: pa.Table | pa.RecordBatchReader) -> bytes:
-    """Write a table as a stream of Arrow."""
+    """Encodes a table as a stream of Arrow."""
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         for batch in table.to_batches() if isinstance(table, pa.Table) else table:
@@ -102,20 +102,12 @@ def arrow_bytes(table: pa.Table | pa.RecordBatchReader) -> bytes:
 
 
 def arrow_table(data: bytes) -> pa.Table:
-    """Read a stream of Arrow."""
+    """Decodes a stream of Arrow."""
     return pa.ipc.open_stream(pa.py_buffer(data)).read_all()
 
 
 def isolated(memory_bytes: int, threads: int) -> duckdb.DuckDBPyConnection:
-    """A connection that cannot read or write files, whatever the query.
-
-    Args:
-        memory_bytes: about how much memory a statement may use: DuckDB does not count all that it allocates.
-        threads: number of threads.
-
-    Returns:
-        The connection.
-    """
+    """Makes a connection that cannot read or write files, whatever the query."""
     return duckdb.connect(
         config={
             "enable_external_access": "false",
@@ -123,14 +115,14 @@ def isolated(memory_bytes: int, threads: int) -> duckdb.DuckDBPyConnection:
             "threads": str(threads),
             "temp_directory": "",
             "arrow_lossless_conversion": "true",
-            "python_enable_replacements": "false",
-            "lock_configuration": "true",
+            "python_enable_replacements": "false",  # otherwise a name could be a variable of this process
+            "lock_configuration": "true",  # otherwise a statement could undo the rest
         }
     )
 
 
 def connect(tables: Tables, memory_bytes: int, threads: int) -> duckdb.DuckDBPyConnection:
-    """A connection with these tables and access to nothing else; see `isolated`."""
+    """Makes a connection with these tables and access to nothing else; see `isolated`."""
     connection = isolated(memory_bytes, threads)
     for table in tables.files:
         connection.register(table.name, _dataset(table))
@@ -142,14 +134,7 @@ def connect(tables: Tables, memory_bytes: int, threads: int) -> duckdb.DuckDBPyC
 
 
 def execute(connection: duckdb.DuckDBPyConnection, statement: Statement) -> duckdb.DuckDBPyConnection:
-    """Run one statement.
-
-    Args:
-        connection: a connection with tables.
-        statement: the statement.
-
-    Returns:
-        The connection, which has the result.
+    """Runs one statement, and returns the connection, which holds the result.
 
     Raises:
         UserError: the text holds no statement or several.
@@ -163,23 +148,19 @@ def execute(connection: duckdb.DuckDBPyConnection, statement: Statement) -> duck
 
 
 def reason(error: Exception) -> str:
-    """What DuckDB says is wrong, in one line, with the names that it suggests instead of an unknown one."""
+    """Returns DuckDB's message in one line, with the names that it suggests instead of an unknown one."""
     first, *later = str(error).splitlines() or [type(error).__name__]
     suggested = [line.strip() for line in later if line.startswith(("Candidate bindings:", "Did you mean"))]
     return " ".join([first, *suggested]).replace("Candidate bindings:", "Nearest columns:")[:LONGEST_REASON]
 
 
 def file_schema(url: str, key: str) -> pa.Schema:
-    """The columns of a data file.
-
-    Raises:
-        OSError, pa.ArrowInvalid: the file cannot be read.
-    """
+    """Reads the schema of a data file. Raises `OSError` or `pa.ArrowInvalid` if it cannot be read."""
     return ds.ParquetFileFormat().inspect(key, filesystem=PyFileSystem(_Opening(backend_for(url))))
 
 
 def _dataset(table: FileTable) -> ds.Dataset:
-    """The files may be in several stores, as those of a fork are."""
+    """Makes one dataset of the files, which may be in several stores, like those of a fork."""
     by_store: dict[str, list[DataFile]] = defaultdict(list)
     for file in table.files:
         by_store[file.url].append(file)
@@ -202,8 +183,7 @@ def _dataset(table: FileTable) -> ds.Dataset:
 
 
 class _Opening(FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
-    """Opens data files by their keys. One that is gone is opened as an empty file, which pyarrow refuses: an exception
-    that is raised here, in a thread of pyarrow's, can leave it and DuckDB waiting for each other for ever."""
+    """A file system that opens data files by their keys."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(fsspec.filesystem("memory"))  # nothing but the method below is used
@@ -212,5 +192,7 @@ class _Opening(FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
     def open_input_file(self, key: str) -> pa.NativeFile:
         try:
             return pa.PythonFile(self._backend.open(key), mode="r")
+        # An exception raised here, in a thread of pyarrow's, can leave it and DuckDB waiting for each other forever. An
+        # empty file is refused in an orderly way.
         except OSError:
             return pa.PythonFile(io.BytesIO(b""), mode="r")

@@ -20,7 +20,7 @@ from ratchet.infra.runs.sql import Statement, Tables, arrow_bytes, connect, exec
 from ratchet.rlhf.errors import UserError
 
 UNREADABLE = (duckdb.InvalidInputException, SystemError)
-"""What a statement raises if a data file cannot be read: the second if its bytes mislead pyarrow's reader."""
+"""Errors of a statement whose data file cannot be read; `SystemError` if its bytes mislead pyarrow's reader."""
 WITHOUT_MEMORY = (MemoryError, duckdb.OutOfMemoryException, pa.ArrowMemoryError)
 
 
@@ -28,10 +28,10 @@ def main() -> None:
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     memory_bytes, threads, seconds = int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, whatever it is at
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is doing
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     warnings.simplefilter("ignore")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says when it finds no memory
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silences libraries that run out of memory
     try:
         while True:
             head = json.loads(pipe.recv_bytes())
@@ -43,17 +43,18 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             for part in answers:
                 pipe.send_bytes(part)
-    except (EOFError, OSError):  # the parent has ended, or needs this process no more
+    except (EOFError, OSError):  # the parent has ended, or closed the pipe
         return
 
 
 def answer(tables: Tables, statements: Sequence[Statement], memory_bytes: int, threads: int) -> list[bytes]:
-    """Run statements over tables, with half of the memory for what DuckDB counts.
+    """Runs statements over tables.
 
     Returns:
-        JSON that says what went wrong, or that nothing did, and then a stream of Arrow for each result.
+        JSON that reports success or the failure, and then a stream of Arrow for each result.
     """
     try:
+        # DuckDB does not count all that it allocates
         connection = connect(tables, memory_bytes // 2, threads)
         results = [arrow_bytes(execute(connection, statement).to_arrow_reader()) for statement in statements]
     except (duckdb.Error, pa.ArrowException, UserError, SystemError, MemoryError) as error:
@@ -68,7 +69,8 @@ def answer(tables: Tables, statements: Sequence[Statement], memory_bytes: int, t
 
 
 def _end_with_parent(parent: int) -> None:
-    """A killed parent cannot end this process, which may be at a statement."""
+    """Ends this process when its parent has ended."""
+    # a killed parent cannot end this process, and the main thread may be busy with a statement
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(0)

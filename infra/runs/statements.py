@@ -1,4 +1,4 @@
-"""Runs SQL in child processes: a statement can ask for any amount of memory and time, and DuckDB looks at its limits
+"""Runs SQL in child processes, because a statement can take any amount of memory and time, and DuckDB checks its limits
 only now and then. A child that exceeds them ends alone, and so does one whose client leaves."""
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Kind = Literal["refused", "syntax", "unreadable", "memory", "time", "left"]
 
 @dataclass(frozen=True)
 class SQLLimits:
-    """What a request may use."""
+    """The limits of a request."""
 
     seconds: float
     memory_bytes: int
-    """Of the whole process. DuckDB may count half of it."""
+    """Memory of the whole process. DuckDB may count half of it."""
     threads: int
 
 
@@ -53,7 +53,7 @@ class SQLProcess:
     """A process that answers one request after the other."""
 
     def __init__(self, limits: SQLLimits) -> None:
-        """Start the process, without waiting for it."""
+        """Starts the process, without waiting for it."""
         self._limits = limits
         self._environment = dict(os.environ)
         self._killed = False
@@ -62,6 +62,7 @@ class SQLProcess:
         self._process = subprocess.Popen(
             [
                 sys.executable,
+                # no working folder in sys.path, where a user's file could shadow a module
                 "-P",
                 "-m",
                 "ratchet.infra.runs.sql_process",
@@ -72,7 +73,7 @@ class SQLProcess:
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is for the parent
             env={
                 **self._environment,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -82,17 +83,9 @@ class SQLProcess:
         child_end.close()
 
     def ask(self, tables: Tables, *statements: Statement) -> list[pd.DataFrame]:
-        """Run statements over tables.
+        """Runs statements over tables, and returns the result of each. Lists are arrays, and maps are dicts.
 
-        Args:
-            tables: what they can read.
-            statements: one statement each.
-
-        Returns:
-            The result of each. Lists are arrays, and maps are dicts.
-
-        Raises:
-            StatementFailed: DuckDB rejects a statement, or all of them together exceed a limit.
+        Raises `StatementFailed` if DuckDB rejects a statement, or all of them together exceed a limit.
         """
         parts = tables.to_bytes()
         request = {"parts": len(parts), "statements": [asdict(statement) for statement in statements]}
@@ -107,20 +100,20 @@ class SQLProcess:
             self.kill()
             raise
         if head["kind"] == "memory":
-            self.kill()  # and what it holds
+            self.kill()  # frees its memory
         return _frames(head, answered, self._limits)
 
     def is_fit(self) -> bool:
-        """Whether it can answer another request, as a new process would."""
+        """True if it can answer another request, as a new process would."""
         return not self._killed and self._process.poll() is None and self._environment == os.environ
 
     def kill(self) -> None:
-        """Kill the process, from any thread: a caller that waits for an answer gets an error. `end` must follow."""
+        """Kills the process, from any thread: a caller that waits for an answer gets an error. `end` must follow."""
         self._killed = True
         self._process.kill()
 
     def end(self) -> None:
-        """End the process, and wait until its memory is free."""
+        """Ends the process, and waits until its memory is free."""
         child_processes.end(self._process)
         self._pipe.close()
 
@@ -136,25 +129,21 @@ class SQLProcess:
 
 
 class Statements:
-    """Child processes for statements. One that has answered is kept for the next request. Thread-safe."""
+    """Child processes for statements. A process that has answered is kept for the next request. Thread-safe."""
 
     def __init__(self, limits: SQLLimits) -> None:
-        """Starts no process.
-
-        Args:
-            limits: of each request.
-        """
+        """Takes the limits of each request. Starts no process."""
         self._limits = limits
         self._lock = threading.Lock()
         self._idle: SQLProcess | None = None
 
     def start(self) -> None:
-        """Start a process, so that the first request need not wait for it."""
+        """Starts a process, so that the first request need not wait for it."""
         self._keep(SQLProcess(self._limits))
 
     @contextmanager
     def child(self) -> Iterator[SQLProcess]:
-        """A process for the requests of a `with` statement."""
+        """Lends a process for the requests of a `with` statement."""
         with self._lock:
             child, self._idle = self._idle, None
         if child is not None and not child.is_fit():
@@ -167,7 +156,7 @@ class Statements:
             self._keep(child)
 
     def close(self) -> None:
-        """End the process that is kept."""
+        """Ends the process that is kept."""
         with self._lock:
             child, self._idle = self._idle, None
         if child is not None:
@@ -182,13 +171,13 @@ class Statements:
 
 
 def ask_here(limits: SQLLimits, tables: Tables, *statements: Statement) -> list[pd.DataFrame]:
-    """Run statements in this process, as `SQLProcess.ask` does, without limits that hold: for tables in its memory."""
+    """Runs statements in this process, for tables in its memory. Like `SQLProcess.ask`, but limits are not enforced."""
     head, *answered = answer(tables, statements, limits.memory_bytes, limits.threads)
     return _frames(json.loads(head), answered, limits)
 
 
 def _frames(head: Mapping[str, str], answered: Sequence[bytes], limits: SQLLimits) -> list[pd.DataFrame]:
-    """The results that a process has sent, as pandas has them, converted by DuckDB."""
+    """Converts the results of a process to pandas frames."""
     kind, message = head["kind"], head["message"]
     if kind != "answered":
         raise StatementFailed(cast(Kind, kind), _too_large(limits) if kind == "memory" else message)

@@ -1,7 +1,7 @@
 """Datasets from the trajectories of runs: supervised examples, preference pairs, and labelled answers.
 
-Rows have the columns that TRL's trainers and this project's fits read, and lead back to their trajectories. The same
-selection from the same runs gives the same bytes.
+Rows have the columns that TRL's trainers and this project's fine-tuning runs read, and lead back to their trajectories.
+The same selection from the same runs gives the same bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLUMNS = (
     "reward_error",
 )
 METADATA = b"ratchet"
-"""The key in the Parquet file's metadata of what the dataset was made from, as JSON."""
+"""The key in the Parquet file's metadata of the dataset's origin, as JSON."""
 DIGITS = 6
 """Decimal digits of a difference of scores, which are float32: 0.9 - 0.8 is 0.1."""
 
@@ -50,13 +50,11 @@ Messages = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class SampledResponse:
-    """The answer of a trajectory."""
-
     trajectory_id: str
     text: str
     score: float
     is_cut_off: bool
-    """Whether it reached the token limit: a trainer would teach to end there."""
+    """True if it reached the token limit: a trainer would teach to end there."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +66,16 @@ class SampledPrompt:
     data_source: str
     messages: Messages
     text: str
-    """As the policy saw it."""
+    """The prompt as the policy saw it."""
 
     @property
     def is_text(self) -> bool:
-        """Whether the policy saw the contents as they are, without a chat template."""
+        """True if the policy saw the contents unchanged, without a chat template."""
         return self.text == self.contents
 
     @property
     def contents(self) -> str:
-        """The contents, without what a chat template adds."""
+        """The contents, without the additions of a chat template."""
         return "\n".join(content for _, content in self.messages)
 
 
@@ -87,36 +85,34 @@ class Row:
 
     question: SampledPrompt
     answers: tuple[SampledResponse, ...]
-    """One, or of a pair the preferred and the rejected one."""
+    """One answer, or of a pair the preferred and the rejected one."""
     label: bool | None = None
-    """Of an answer for KTO, whether it is good."""
+    """For KTO, True if the answer is good."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The prompt and the answers."""
         return self.question.text, *(answer.text for answer in self.answers)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The rows, and what became of the trajectories."""
+    """The rows, and an account of the trajectories."""
 
     table: pa.Table
     trajectories: int
-    """Trajectories that were read."""
+    """Number of trajectories that were read."""
     left_out: dict[Reason, int]
-    """How many trajectories, groups, answers or rows were left out, and why."""
+    """Numbers of trajectories, groups, answers or rows that were left out, by reason."""
     notes: tuple[str, ...]
-    """What the user should know."""
+    """Messages for the user."""
 
     @property
     def sources(self) -> dict[str, int]:
-        """The number of rows by data source."""
         return dict(sorted(Counter(self.table["data_source"].to_pylist()).items()))
 
 
 class Reason(StrEnum):
-    """What is left out and why, in the order in which it is."""
+    """The reasons for leaving something out, in the order in which they apply."""
 
     BRANCH = "trajectories: earlier branches of an agent's conversation"
     NOT_SCORED = "trajectories: failed, without a score"
@@ -137,20 +133,13 @@ LeftOut = Counter[Reason]
 
 
 def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
-    """Make a dataset of the closed iterations of some runs.
+    """Makes a dataset of the closed iterations of some runs, in the order of the runs, iterations and prompts.
 
-    Memory holds the trajectories of one iteration, and the rows that are kept.
-
-    Args:
-        runs: the runs.
-        selection: what to make of them.
-
-    Returns:
-        The rows in the order of the runs, iterations and prompts. `data_source`, `run`, `iteration`, the ids of the
-        trajectories and their scores are columns; the table's metadata has the selection and the runs.
+    Each row names its run, iteration and trajectories; the table's metadata has the selection and the runs. Memory
+    holds the trajectories of one iteration, and the rows that are kept.
 
     Raises:
-        UserError: a run is named twice or is a fit, or no row is left; the message says what was left out.
+        UserError: a run is named twice or is a fine-tuning run, or no row is left; the message says what was left out.
         Corrupt: an object of a run is missing or damaged.
     """
     run_names = names(runs)
@@ -199,8 +188,7 @@ def _in_order(left_out: LeftOut) -> dict[Reason, int]:
 
 
 def _origin(runs: Sequence[Run], run_names: Sequence[str], selection: Selection) -> bytes:
-    """What the dataset was made from: the selection, and of each run its URL, the last record of its log, the number of
-    its iterations and its smallest score."""
+    """Encodes the dataset's origin: the selection and the runs, each as of the last record of its log."""
     states = {
         name: {
             "url": run.store.url,
@@ -217,8 +205,8 @@ def _origin(runs: Sequence[Run], run_names: Sequence[str], selection: Selection)
 
 
 def _min_score(run: Run, selection: Selection) -> float | None:
-    """The smallest score of a good answer of a run: what the user says, else where answers are learned or labelled
-    alone, the score of a solved one, if the run knows it."""
+    """Returns the smallest score of a good answer: the user's, or, except for pairs, that of a solved answer if it is
+    known."""
     if selection.min_score is not None or selection.kind.is_of_pairs:
         return selection.min_score
     return run.config.solved_score
@@ -227,7 +215,7 @@ def _min_score(run: Run, selection: Selection) -> float | None:
 def groups_of(
     trajectories: Iterable[Mapping[Hashable, Any]], run: str, iteration: int, left_out: LeftOut
 ) -> list[tuple[SampledPrompt, list[SampledResponse]]]:
-    """The answers to each prompt of an iteration, in order."""
+    """Groups the answers of an iteration by prompt, in order."""
     last_branches: dict[str, Mapping[Hashable, Any]] = {}
     for trajectory in trajectories:
         name = trajectory_of(trajectory["trajectory_id"])
@@ -254,7 +242,7 @@ def groups_of(
 
 
 def _messages(trajectory: Mapping[Hashable, Any]) -> Messages | None:
-    """The messages that the policy answered; None if it did so several times, or with a call of a tool."""
+    """Returns the messages that the policy answered; None if it answered several times, or with a call of a tool."""
     asked = json.loads(trajectory["messages"])
     if _is_list(trajectory["calls"]):  # an agent's program, which writes its own messages
         if len(trajectory["calls"]) != 1:
@@ -277,7 +265,7 @@ def _is_list(value: object) -> bool:
 def _rows(
     groups: Iterable[tuple[SampledPrompt, list[SampledResponse]]], selection: Selection, left_out: LeftOut
 ) -> Iterator[Row]:
-    """The rows that a selection makes of groups."""
+    """Yields the rows that a selection makes of groups."""
     for question, answers in groups:
         if selection.kind is Kind.kto:
             yield from _labelled(question, answers, selection.min_score, left_out)
@@ -287,7 +275,7 @@ def _rows(
         if not good:
             left_out[Reason.MIN_SCORE if whole else Reason.CUT_OFF] += 1
             continue
-        best = max(good, key=lambda answer: answer.score)  # of equal ones the first
+        best = max(good, key=lambda answer: answer.score)  # the first of equals
         if not selection.kind.is_of_pairs:
             yield Row(question, (best,))
             continue
@@ -304,7 +292,7 @@ def _rows(
 def _labelled(
     question: SampledPrompt, answers: Sequence[SampledResponse], min_score: float | None, left_out: LeftOut
 ) -> Iterator[Row]:
-    """Each answer with its label: whether it reaches a score, or is better than the mean of its group."""
+    """Yields each answer with its label: it reaches a score, or is better than the mean of its group."""
     mean = float(np.mean([answer.score for answer in answers]))
     for answer in answers:
         above_mean = round(answer.score - mean, DIGITS)
@@ -318,17 +306,18 @@ def _labelled(
 
 
 def _reaches(score: float, least: float | None) -> bool:
-    """Whether a score, which is a float32, is at least a number that somebody wrote."""
+    """True if a score is at least a limit."""
+    # scores are float32, in which 0.7 is less than the float64 that somebody wrote
     return least is None or bool(score >= np.float32(least))
 
 
-# What is left out of the rows.
+# Filters.
 
 
 def _decontaminated(
     rows: list[Row], runs: Sequence[Run], run_names: Sequence[str], left_out: LeftOut
 ) -> tuple[list[Row], list[str]]:
-    """The rows that hold no validation prompt of any of the runs, and a note on runs without validation."""
+    """Leaves out the rows that contain a validation prompt of any of the runs. Notes the runs without validation."""
     prompts: dict[str, None] = {}
     unchecked = []
     for name, run in zip(run_names, runs, strict=True):
@@ -343,7 +332,7 @@ def _decontaminated(
 
 
 def _validation_prompts(run: Run) -> dict[str, None]:
-    """The prompts of a run's validations, as the policy saw them."""
+    """Returns the prompts of a run's validations, as the policy saw them."""
     prompts: dict[str, None] = {}
     for iteration in range(run.state.iteration + 1):
         state = run.store.iteration_state(iteration)
@@ -353,7 +342,7 @@ def _validation_prompts(run: Run) -> dict[str, None]:
 
 
 def _balanced(rows: Sequence[Row], left_out: LeftOut) -> list[Row]:
-    """As many rows of each data source as the smallest has, drawn at random."""
+    """Draws as many rows of each data source as the smallest has."""
     by_source: dict[str, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
         by_source[row.question.data_source].append(number)
@@ -371,7 +360,7 @@ def _balanced(rows: Sequence[Row], left_out: LeftOut) -> list[Row]:
 
 
 def _table(rows: Sequence[Row], kind: Kind) -> pa.Table:
-    """The rows as columns. Prompts and answers are texts if no policy had a chat template, else messages."""
+    """Converts the rows to columns. Prompts and answers are texts if no policy had a chat template, else messages."""
     as_text = all(row.question.is_text for row in rows)
     form = pa.string() if as_text else MESSAGES
 

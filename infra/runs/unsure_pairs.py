@@ -1,4 +1,4 @@
-"""Pairs of answers that a run's reward model can hardly tell apart: those whose labels teach it most."""
+"""Pairs of answers that a run's reward model can hardly tell apart, and whose labels therefore teach it most."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ PAIRS = pa.schema(
         "iteration": pa.int64(),
     }
 )
-"""Columns of the pairs. `probability_a` is the reward model's: that answer a is better."""
+"""Columns of the pairs. `probability_a` is the reward model's probability that answer a is better."""
 
 
 def unsure_pairs(run: Run, count: int, window: int | None) -> pa.Table:
-    r"""Choose the pairs whose order is least certain to a run's reward model.
+    r"""Chooses the pairs whose order is least certain to a run's reward model.
 
     Under the Bradley-Terry model, with which it was trained, answer a is better with probability
     :math:`\sigma(r_a - r_b)`, which is closest to one half where the scores differ least (uncertainty sampling). A
     prompt gives at most one pair per iteration.
 
     Args:
-        run: the run.
         count: largest number of pairs.
         window: newest closed iterations to choose from; None: all.
 
@@ -78,9 +77,10 @@ def unsure_pairs(run: Run, count: int, window: int | None) -> pa.Table:
 
 
 def _closest(answers: list[SampledResponse]) -> tuple[SampledResponse, SampledResponse] | None:
-    """The two different answers whose scores differ least."""
+    """Returns the two different answers whose scores differ least."""
     by_text = {answer.text: answer for answer in answers}
     ordered = sorted(by_text.values(), key=lambda answer: (answer.score, answer.trajectory_id))
+    # in order of scores, the closest two are neighbours
     neighbours = list(pairwise(ordered))
     return min(neighbours, key=lambda pair: pair[1].score - pair[0].score, default=None)
 

@@ -1,7 +1,7 @@
-"""Deleting files that no commit or fork references: leftovers of failed attempts and dead drivers, expired snapshots.
+"""Deletes files that no commit or fork references: leftovers of failed attempts and dead drivers, expired snapshots.
 
-The log is read from its first record and must be complete, so that no needed file is deleted. Log records are never
-deleted, nor files that Ratchet did not write.
+The log is read from its first record and must be complete, so that no needed file is deleted. Log records and files
+that Ratchet did not write are never deleted.
 """
 
 from __future__ import annotations
@@ -27,14 +27,10 @@ KEPT = ("run.json", "log/", "forks/", ANSWERS, SERVED, REPORT)
 
 
 def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
-    """Claim the run, so that no other driver writes meanwhile, and delete its unreferenced files.
+    """Claims the run, so that no other driver writes meanwhile, and deletes its unreferenced files. Returns their keys.
 
     Args:
-        store: the run.
         take_over: proceed, and fence the driver, even if a driver is alive.
-
-    Returns:
-        The deleted keys, sorted.
 
     Raises:
         Fenced: a driver is alive.
@@ -45,6 +41,7 @@ def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
     claim = store.state.claim
     assert claim is not None, "a run that can be read was claimed"
     store.log.claim(claim)
+    # the previous driver may have committed until now
     reached.advance()
     doomed = reached.leftovers()
     store.objects.delete(doomed)
@@ -53,37 +50,20 @@ def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
 
 
 def unreached(store: RunStore) -> list[str]:
-    """What `vacuum` would delete, without claiming the run.
-
-    Args:
-        store: the run.
-
-    Returns:
-        The keys, sorted.
-
-    Raises:
-        Corrupt: the log is incomplete or damaged.
-    """
+    """Lists the keys that `vacuum` would delete, without claiming the run."""
     return _reached(store).leftovers()
 
 
 def foreign(store: RunStore) -> list[str]:
-    """Name the files in a run's folder that Ratchet did not write, and so never deletes.
-
-    Args:
-        store: the run.
-
-    Returns:
-        The keys, sorted.
-
-    Raises:
-        Corrupt: the log is incomplete or damaged.
-    """
+    """Lists the files in a run's folder that Ratchet did not write, and so never deletes."""
     return [key for key in _reached(store).others() if not is_written(key)]
 
 
 class Reached:
-    """The files in a run's folder that its records reference, directly or through manifests."""
+    """The files in a run's folder that its records reference, directly or through manifests.
+
+    Methods raise `Corrupt` if the log is incomplete, or if a record or a manifest is missing or damaged.
+    """
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
@@ -98,11 +78,7 @@ class Reached:
         self._chain = Chain(store)
 
     def advance(self) -> None:
-        """Read the log's new records.
-
-        Raises:
-            Corrupt: a record, or a manifest that it names, is missing or damaged.
-        """
+        """Reads the log's new records."""
         for record in self._chain.read(last_slot(self.store.objects.list(""))):
             if isinstance(record, Broken):
                 raise _not_whole(self.store, f"{record.key} {record.what}")
@@ -110,14 +86,8 @@ class Reached:
                 raise _not_whole(self.store, f"{unreadable[0]} cannot be read")
 
     def add(self, record: Record) -> list[str]:
-        """Add the files that a record references.
-
-        Args:
-            record: the next record of the log.
-
-        Returns:
-            Keys of its manifests that are missing or damaged.
-        """
+        """Adds the files that the log's next record references. Returns the keys of its missing or damaged
+        manifests."""
         unreadable = []
         for commit in record.commits:
             refs = named_here(commit)
@@ -141,21 +111,13 @@ class Reached:
         return unreadable
 
     def checkpoints(self) -> list[ObjectRef]:
-        """The checkpoint manifests in this folder that the run or a fork needs.
-
-        Raises:
-            Corrupt: the registration of a fork is damaged.
-        """
+        """Lists the checkpoint manifests in this folder that the run or a fork needs."""
         kept = [ref for refs in self.snapshots.values() for ref in refs if ref.run is None]
         forks = [ref for fork in self.store.forks() for roles in fork.snapshots.values() for ref in roles.values()]
         return list(dict.fromkeys([*kept, *(ref.model_copy(update={"run": None}) for ref in forks)]))
 
     def others(self) -> list[str]:
-        """The keys in the run's folder that are not referenced, sorted.
-
-        Raises:
-            Corrupt: a checkpoint manifest, or the registration of a fork, is missing or damaged.
-        """
+        """Lists the unreferenced keys in the run's folder, sorted."""
         reached = set(self.digests) | {part.key for parts in self.journals.values() for part in parts}
         for ref in self.checkpoints():
             reached |= {ref.key, *(file.key for file in self.store.checkpoint(ref).files.values())}
@@ -163,11 +125,11 @@ class Reached:
         return [key for key in unreached if not self._will_be_adopted(key)]
 
     def leftovers(self) -> list[str]:
-        """Those of `others` that Ratchet wrote."""
+        """Lists the unreferenced keys of files that Ratchet wrote."""
         return [key for key in self.others() if is_written(key)]
 
     def _will_be_adopted(self, key: str) -> bool:
-        """Whether a file has answers that programs of agents got, in an iteration that is not closed."""
+        """True if a file holds answers to agents' programs, in an iteration that is not closed."""
         return is_call_file(key) and key >= f"journals/iteration={self.closed:06d}/"
 
 

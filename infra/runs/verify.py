@@ -1,4 +1,4 @@
-"""Checking a run: its log, and the digest of every object that the log references, with repairs for harmless damage."""
+"""Checks a run: its log, and the digest of every object that the log references, with repairs for harmless damage."""
 
 from __future__ import annotations
 
@@ -34,22 +34,14 @@ class Finding:
     """The consequences and the fix."""
     harmless: bool = False
     repair: Callable[[], None] | None = None
-    """Fixes the problem, if that is safe."""
+    """Fixes the problem; None if that is not safe."""
 
 
 def verify(store: RunStore) -> Iterator[Finding]:
-    """Check the whole run, without claiming it or writing to it.
+    """Yields the problems of the whole run, those of the log first. Neither claims the run nor writes to it.
 
-    The run may be driven meanwhile; objects written after the check has started are ignored.
-
-    Args:
-        store: the run.
-
-    Yields:
-        Problems, those of the log first.
-
-    Raises:
-        UserError: there is no run, or this release does not read it.
+    The run may be driven meanwhile; objects written after the check has started are ignored. Raises `UserError` if
+    there is no run, or this release does not read it.
     """
     keys = store.objects.list("")
     last = last_slot(keys)
@@ -79,6 +71,7 @@ def verify(store: RunStore) -> Iterator[Finding]:
     yield from _beside_the_log(store)
     yield from _answers(store, [key for key in keys if key.startswith(answers.FOLDER)])
     for key in keys:
+        # with a damaged log it is unknown which objects are referenced
         if is_whole and key not in digests and not key.startswith(KEPT):
             means = (
                 "`ratchet vacuum` deletes it" if is_written(key) else "Ratchet did not write it, and leaves it alone"
@@ -87,7 +80,7 @@ def verify(store: RunStore) -> Iterator[Finding]:
 
 
 def _objects(store: RunStore, digests: dict[str, str]) -> Iterator[Finding]:
-    """Compare the objects with their digests, several at a time."""
+    """Compares the objects with their digests, several at a time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         actual = pool.map(lambda key: _digest(store, key), digests)
         for done, (key, digest) in enumerate(zip(digests, actual, strict=True), 1):
@@ -98,7 +91,7 @@ def _objects(store: RunStore, digests: dict[str, str]) -> Iterator[Finding]:
 
 
 def _digest(store: RunStore, key: str) -> str | None:
-    """The sha256 of an object; None if it is missing."""
+    """Returns the sha256 of an object; None if it is missing."""
     digest = hashlib.sha256()
     try:
         for part in store.objects.parts(key, RANGE):
@@ -121,7 +114,7 @@ def _means(key: str) -> str:
 
 
 def _beside_the_log(store: RunStore) -> Iterator[Finding]:
-    """Check the copies of the log's data, which can be written again."""
+    """Checks the copies of the log's data, which can be written again."""
     if not run_json_is_readable(store):
         yield Finding(
             "run.json",
@@ -145,7 +138,7 @@ def _beside_the_log(store: RunStore) -> Iterator[Finding]:
 
 
 def _answers(store: RunStore, keys: list[str]) -> Iterator[Finding]:
-    """Check the judge's answers, several at a time."""
+    """Checks the judge's answers, several at a time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for key, data in zip(keys, pool.map(store.objects.get_if_there, keys), strict=True):
             if data is not None and not answers.is_sound(data):

@@ -1,7 +1,7 @@
 """Caches a judge's answers in the run's folder by the digest of the question: no question is asked twice.
 
 An answer is written as soon as it arrives, and no record names it: it is not part of the run's history, and losing it
-costs a question. A fork finds the answers of the runs that it comes from.
+costs a question. A fork finds the answers of its ancestors.
 """
 
 from __future__ import annotations
@@ -18,56 +18,29 @@ FOLDER = "answers/"
 
 
 class StoredAnswer(BaseModel):
-    """A stored answer."""
-
     sha256: str
     answer: str
 
 
 class JudgeAnswers:
-    """The answers of a run. Thread-safe."""
+    """The answers of a run, by the sha256 of their question in hex. Thread-safe.
+
+    Methods raise `Corrupt` if an answer is damaged, and `StoreUnavailable` if the store does not answer.
+    """
 
     def __init__(self, objects: ObjectStore) -> None:
-        """Reads nothing.
-
-        Args:
-            objects: the run's folder.
-        """
         self._objects = objects
         self._lock = threading.Lock()
         self._runs: list[ObjectStore] = []
-        """The run and those that it was forked from, newest first, once that is known."""
+        """The run and its ancestors, newest first; empty until they are known."""
 
     def get(self, digest: str) -> str | None:
-        """Find the answer to a question.
-
-        Args:
-            digest: sha256 of the question, in hex.
-
-        Returns:
-            The answer; None if there is none in this run and in those that it was forked from.
-
-        Raises:
-            Corrupt: the answer is damaged.
-            StoreUnavailable: the store does not answer.
-        """
+        """Returns the answer to a question; None if neither this run nor an ancestor has one."""
         found = (_read(run, digest) for run in self._lineage())
         return next((answer for answer in found if answer is not None), None)
 
     def keep(self, digest: str, answer: str) -> str:
-        """Keep the answer to a question, unless there is one in this run.
-
-        Args:
-            digest: sha256 of the question, in hex.
-            answer: the answer.
-
-        Returns:
-            The answer that is kept.
-
-        Raises:
-            Corrupt: there is one, which is damaged.
-            StoreUnavailable: the store does not answer.
-        """
+        """Stores the answer to a question, unless this run has one, and returns the stored answer."""
         data = StoredAnswer(sha256=sha256_of(answer.encode()), answer=answer).model_dump_json().encode()
         key = key_of(digest)
         try:  # a repeated create that meets its own object reads it back below
@@ -88,7 +61,7 @@ class JudgeAnswers:
 
 
 def _parent_of(run: ObjectStore) -> ObjectStore | None:
-    """The run that a run was forked from; None if there is none, or none that can be read."""
+    """Returns the run that a run was forked from; None if there is none, or its log cannot be read."""
     try:
         commits = RunLog(run).record(0).commits
     except Corrupt:
@@ -97,12 +70,12 @@ def _parent_of(run: ObjectStore) -> ObjectStore | None:
 
 
 def key_of(digest: str) -> str:
-    """The key of the answer to a question."""
+    """Returns the key of the answer to a question."""
     return f"{FOLDER}{digest}.json"
 
 
 def is_sound(data: bytes) -> bool:
-    """Whether the bytes are a whole answer."""
+    """True if the bytes are a whole answer."""
     try:
         _parse(data)
     except ValueError:
@@ -122,7 +95,7 @@ def _read(run: ObjectStore, digest: str) -> str | None:
 
 
 def _parse(data: bytes) -> str:
-    """Raises ValueError if the bytes are not a whole answer."""
+    """Returns the answer. Raises `ValueError` if the bytes are not a whole answer."""
     stored = StoredAnswer.model_validate_json(data)
     if stored.sha256 != sha256_of(stored.answer.encode()):
         raise ValueError("the answer is not the one that was written")

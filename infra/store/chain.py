@@ -1,4 +1,4 @@
-"""Reading and checking the whole log from its first record, as `verify` and `vacuum` need. A resume never does this.
+"""Reads and checks the whole log from its first record, for `verify` and `vacuum`. A resume never does this.
 
 Each record names the sha256 of the previous record, and contains its own digest.
 """
@@ -33,11 +33,7 @@ class Chain:
     """The records of a run in order, each checked against the previous one."""
 
     def __init__(self, store: RunStore) -> None:
-        """Start before the first record.
-
-        Args:
-            store: the run.
-        """
+        """Starts before the first record."""
         self.store = store
         self.slot = -1
         """The slot of the last record that was read."""
@@ -45,17 +41,9 @@ class Chain:
         """The sha256 of that record's bytes; empty if it was missing or damaged."""
 
     def read(self, last: int) -> Iterator[Record | Broken]:
-        """Read the records after `slot`, up to slot `last`.
+        """Yields the records after `slot`, up to slot `last`. Raises `StoreUnavailable` if the store does not answer.
 
-        Args:
-            last: slot of the last record to read.
-
-        Yields:
-            Each readable record; a `Broken` replaces an unreadable record, or follows a record that does not fit the
-            previous one.
-
-        Raises:
-            StoreUnavailable: the store does not answer.
+        A `Broken` replaces an unreadable record, or follows one that does not fit its predecessor.
         """
         slots = iter(range(self.slot + 1, last + 1))
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -81,19 +69,13 @@ class Chain:
             return
         self._sha256 = sha256_of(data)
         yield record
+        # a broken predecessor was reported already
         follows = record.previous == previous or (self.slot > 0 and not previous)
         if record.slot != self.slot or not follows:
             yield Broken(key, f"does not follow record {self.slot - 1}: one of the two was changed")
 
 
 def last_slot(keys: list[str]) -> int:
-    """Find the last slot of a log.
-
-    Args:
-        keys: keys of a run's objects; those outside the log are ignored.
-
-    Returns:
-        The highest slot; -1 if there are no log records.
-    """
+    """Returns the highest slot of the log records among a run's keys; -1 if there are none."""
     names = (key.removeprefix("log/").removesuffix(".json") for key in keys if key.startswith("log/"))
     return max((int(name) for name in names if name.isdecimal()), default=-1)

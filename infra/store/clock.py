@@ -10,43 +10,20 @@ _STARTED = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Tell the time by a monotonic clock, which stops while the machine sleeps.
-
-    Returns:
-        Seconds since 1970.
-    """
+    """Returns the seconds since 1970 by a monotonic clock, which stops while the machine sleeps."""
     return _STARTED + time.monotonic()
 
 
 def born(process: psutil.Process) -> float:
-    """Tell when a process started, relative to the machine's boot.
-
-    The operating system computes the start's time of day from the clock, so that time would change when the clock is
-    set.
-
-    Args:
-        process: the process.
-
-    Returns:
-        Seconds from the machine's boot to the start of the process.
-
-    Raises:
-        psutil.NoSuchProcess: the process has ended.
-    """
+    """Returns the seconds from the machine's boot to the start of a process. Raises `psutil.NoSuchProcess` if it has
+    ended."""
+    # both are computed from the clock, so only their difference survives when the clock is set
     return float(process.create_time() - psutil.boot_time())
 
 
 def is_same(process: psutil.Process, born_at: float) -> bool:
-    """Tell whether a process with a recorded pid is still the one that was recorded, and is running.
+    """True if a process with a recorded pid is still the one that was `born_at`, and is running (not a zombie).
 
-    Args:
-        process: the process that has this pid now.
-        born_at: what `born` gave for the recorded process, in seconds.
-
-    Returns:
-        Whether it is the same process; False for a zombie.
-
-    Raises:
-        psutil.NoSuchProcess: the process has ended.
+    Raises `psutil.NoSuchProcess` if it has ended.
     """
     return abs(born(process) - born_at) < 1.0 and process.status() != psutil.STATUS_ZOMBIE

@@ -49,41 +49,25 @@ class Deleted(RatchetError):
 
     @classmethod
     def of(cls, url: str) -> Deleted:
-        """Make the error for a run.
-
-        Args:
-            url: the run's URL.
-
-        Returns:
-            The error to raise.
-        """
+        """Makes the error for the run at `url`."""
         return cls(f"the run {url} was deleted while this driver was at work: the driver stops")
 
 
 def slot_key(slot: int) -> str:
-    """Name a log record.
-
-    Args:
-        slot: the record's slot, from 0.
-
-    Returns:
-        Its key.
-    """
+    """Returns the key of a log record; slots count from 0."""
     return f"log/{slot:012d}.json"
 
 
 class RunLog:
     """The log of one run, and the run's state as far as the log was read. Thread-safe.
 
-    All methods that access the store raise `StoreUnavailable` if it does not answer, except `write_tail`.
+    All methods that access the store raise `StoreUnavailable` if it does not answer, except `write_tail`. Those that
+    read raise `Corrupt` if a record or an index is missing or damaged, and `UserError` if this release does not read
+    its schema version.
     """
 
     def __init__(self, objects: ObjectStore) -> None:
-        """Open the log; this reads nothing.
-
-        Args:
-            objects: the run's folder.
-        """
+        """Opens the log; this reads nothing."""
         self.objects = objects
         self.term = 0
         """This driver's term; 0 until it claims the run."""
@@ -98,12 +82,9 @@ class RunLog:
     def state(self) -> RunState:
         """The run's state, as far as the log was read.
 
-        Resolves an append with an unknown outcome first, so that a retry cannot commit the same work twice.
-
-        Raises:
-            Fenced: resolving that append, a newer driver's record was found.
-            Deleted: resolving that append, the run was found deleted.
-            StoreUnavailable: the outcome of that append is still unknown.
+        Resolves an append with an unknown outcome first, so that a retry cannot commit the same work twice. If that is
+        impossible, raises `StoreUnavailable`; if a newer driver's record is found, `Fenced`; if the run is found
+        deleted, `Deleted`.
         """
         with self._lock:
             self._settle()
@@ -111,30 +92,16 @@ class RunLog:
 
     @contextmanager
     def held(self) -> Iterator[RunState]:
-        """Hold the log for the body of a `with` statement, during which no other thread appends.
-
-        Yields:
-            The run's state.
-
-        Raises:
-            Fenced, Deleted, StoreUnavailable: as `state`.
-        """
+        """Holds the log during a `with` statement, so that no other thread appends. Yields and raises as `state`."""
         with self._lock:
             yield self.state
 
     # Reading: the cost depends on the open iteration, not on the length of the run.
 
     def read(self) -> RunState:
-        """Read the log from its newest index, or from where the last read ended, to its end.
+        """Reads the log from its newest index, or from where the last read ended, to its end.
 
-        Resolves an append with an unknown outcome first, as `state` does, and raises the same errors.
-
-        Returns:
-            The run's state; its slot is -1 if there is no log.
-
-        Raises:
-            Corrupt: a record or an index is damaged.
-            UserError: the log has a schema version that this release does not read.
+        Resolves an append with an unknown outcome first, as `state` does. The state's slot is -1 if there is no log.
         """
         with self._lock:
             self._settle()
@@ -148,12 +115,9 @@ class RunLog:
             self._apply(data)
 
     def check_end(self) -> None:
-        """Check that the log really ends after the last record that was read.
+        """Raises `Corrupt` if the log does not end after the last record that was read.
 
         A lost record looks like the end of the log, and a sweep would then delete the committed files after it.
-
-        Raises:
-            Corrupt: a record is missing; the message names it.
         """
         with self._lock:
             while (beyond := self._beyond_the_end()) is not None:
@@ -166,7 +130,7 @@ class RunLog:
                     )
 
     def _beyond_the_end(self) -> str | None:
-        """The key of an object that exists only if the log continues: a later record, or the index in the hint."""
+        """Returns the key of an object that exists only if the log continues: a record, or the index in the hint."""
         end = self._state.slot
         for distance in LOOK_BEYOND:
             if self._filled(end + distance):
@@ -179,68 +143,25 @@ class RunLog:
         return None
 
     def load_index(self, ref: ObjectRef) -> RunState:
-        """Read an index: the state just before the record that names it.
-
-        Args:
-            ref: the index, perhaps of another run.
-
-        Returns:
-            The state; its references name the run that holds them.
-
-        Raises:
-            Corrupt: the index is missing or damaged.
-            UserError: the index has a schema version that this release does not read.
-        """
+        """Reads an index, perhaps of another run: the state just before the record that names it."""
         return read_model(self.objects, ref, RunState)
 
     def claim_of(self, term: int) -> Claim:
-        """Read the claim of a term that worked on the open iteration.
-
-        Args:
-            term: a term in `RunState.open_terms`.
-
-        Returns:
-            The claim.
-
-        Raises:
-            Corrupt: the claim's record is missing or damaged.
-        """
+        """Reads the claim of a term that worked on the open iteration (`RunState.open_terms`)."""
         return self.claim_at(self.state.open_terms[term].slot)
 
     def claim_at(self, slot: int) -> Claim:
-        """Read a claim by its slot.
-
-        Args:
-            slot: a slot that is known to hold a claim.
-
-        Returns:
-            The claim.
-
-        Raises:
-            Corrupt: the record is missing or damaged.
-        """
+        """Reads the claim in a slot that is known to hold one."""
         return next(commit for commit in self.record(slot).commits if isinstance(commit, Claim))
 
     def record(self, slot: int) -> Record:
-        """Read any record.
-
-        Args:
-            slot: the record's slot.
-
-        Returns:
-            The record.
-
-        Raises:
-            Corrupt: the record is missing or damaged.
-            UserError: the record has a schema version that this release does not read.
-        """
         data = self.objects.get_if_there(slot_key(slot))
         if data is None:
             raise Corrupt(f"{self.objects.url}/{slot_key(slot)} is gone: restore it from a backup")
         return self._parse(data, slot)
 
     def _newest_summary(self) -> RunState:
-        """The newest index or a slightly older one; the empty state if there is none."""
+        """Returns the newest index or a slightly older one; the empty state if there is none."""
         hint = self.objects.get_if_there(TAIL)
         if hint is not None:
             try:
@@ -252,7 +173,7 @@ class RunLog:
         return RunState() if index is None else self.load_index(index)
 
     def _gallop(self) -> int | None:
-        """The last filled slot, found by doubling steps followed by bisection; None if the log is empty."""
+        """Finds the last filled slot by doubling steps, then bisection; None if the log is empty."""
         if not self._filled(0):
             return None
         step = 1
@@ -270,15 +191,9 @@ class RunLog:
     # Writing.
 
     def claim(self, claim: Claim) -> None:
-        """Take the run: append a claim with the next term, retrying behind records that other drivers append.
+        """Takes the run: appends a claim with the next term, retrying behind records that other drivers append.
 
-        Args:
-            claim: becomes the run's newest claim.
-
-        Raises:
-            Corrupt: the log is damaged or incomplete.
-            UserError: the store refuses the write, or the log has a schema version that this release does not read.
-            StoreUnavailable: nobody can say whether the claim was written.
+        Raises `StoreUnavailable` if it is unknown whether the claim was written.
         """
         with self._lock:
             self.read()
@@ -291,36 +206,30 @@ class RunLog:
                     return
 
     def append(self, *commits: Commit) -> None:
-        """Commit all of `commits` atomically, in one record.
-
-        Args:
-            commits: what to commit, in the order in which it is applied.
+        """Commits all of `commits` atomically in one record, which applies them in order.
 
         Raises:
             Fenced: a newer driver holds the run.
             Deleted: the run was deleted.
             Corrupt: the slot holds a damaged record, or one of this driver's term that it did not write.
             UserError: the store refuses the write.
-            StoreUnavailable: nobody can say whether they were committed; `state` resolves it once the store answers.
+            StoreUnavailable: it is unknown whether they were committed; `state` resolves that once the store answers.
         """
         with self._lock:
             self._settle()
             self._check_term()
+            # stays set if the write raises, so that the next access resolves its outcome
             self._doubtful = self._next_record(commits, self.term)
             self._settle()
 
     def check_claim(self) -> None:
-        """Check whether a takeover explains an error.
-
-        Raises:
-            Fenced: a newer driver holds the run.
-        """
+        """Raises `Fenced` if a newer driver holds the run, to find out whether a takeover explains an error."""
         with self._lock:
             self.read()
             self._check_term()
 
     def _settle(self) -> None:
-        """Resolve an append with an unknown outcome, by writing the identical record again."""
+        """Resolves an append with an unknown outcome by writing the identical record again."""
         if self._doubtful is None:
             return
         try:
@@ -353,7 +262,8 @@ class RunLog:
         )
 
     def _fill(self, record: Record) -> bool:
-        """Write the record into its slot. False if the slot holds another driver's record, which is applied instead."""
+        """Writes the record into its slot. False if the slot holds another driver's record, which is applied
+        instead."""
         key, data = slot_key(record.slot), record.to_bytes()
         deadline = self.objects.clock.monotonic() + self.objects.deadline_s
         attempt = 0
@@ -371,10 +281,12 @@ class RunLog:
                 if not isinstance(raised, FileExistsError) and not is_transient(raised):
                     raise
                 error = raised
+                # the answer may have been lost after the write: only the slot itself tells
                 stored = self.objects.get_if_there(key)
             if stored is not None:
+                # in a deleted folder the slot is free, so the create succeeds
                 if self.term > 0 and self.is_deleted(record.slot):
-                    if stored == data:  # a record without its predecessors is no log
+                    if stored == data:  # a record without its predecessors is not a log
                         self.objects.delete([key])
                     raise Deleted.of(self.objects.url)
                 return self._apply(stored).uuid == record.uuid
@@ -385,38 +297,26 @@ class RunLog:
             self.objects.clock.sleep(self.objects.pause(attempt))
 
     def is_deleted(self, slot: int = 2) -> bool:
-        """Tell whether the run that this driver claimed was deleted.
+        """True if the run that this driver claimed was deleted.
 
-        It was if the first two records are missing, or if another run has started in its place. A single missing or
-        damaged record does not count: the other records are worth saving.
-
-        Args:
-            slot: look only at records before this slot.
-
-        Returns:
-            Whether the run was deleted.
+        It was if its first two records are missing, or another run has started in its place. Only records before `slot`
+        count.
         """
         first = self._uuid_of_the_first()
         if first is not None:
             return bool(first and self.first) and first != self.first
+        # a single missing or damaged record does not count: the other records are worth saving
         return slot < 2 or not self._filled(1)
 
     def _uuid_of_the_first(self) -> str | None:
-        """The uuid of the first record; empty if the record is unreadable, None if it is missing."""
+        """Returns the uuid of the first record; empty if it is unreadable, None if it is missing."""
         data = self.objects.get_if_there(slot_key(0))
         with suppress(ValueError):
             return None if data is None else Record.from_bytes(data).uuid
         return ""
 
     def write_tail(self, index: ObjectRef) -> None:
-        """Write the hint that names the newest index; nothing happens if the store does not answer.
-
-        Args:
-            index: the newest index.
-
-        Raises:
-            UserError: the store refuses the write.
-        """
+        """Writes the hint that names the newest index. Does nothing if the store does not answer."""
         with suppress(StoreUnavailable):  # the log is readable without the hint
             self.objects.put(TAIL, index.model_dump_json().encode())
 
@@ -441,15 +341,7 @@ class RunLog:
 
 
 def check_version(tree: dict[str, object], name: str) -> None:
-    """Check that a stored JSON object is of the current schema. Objects of older schemas are to be migrated here.
-
-    Args:
-        tree: the parsed object.
-        name: names the object in the error message.
-
-    Raises:
-        UserError: the object is of another schema version.
-    """
+    """Raises `UserError` if a stored object is not of the current schema. Migrations of older schemas go here."""
     version = tree.get("schema_version")
     if version != SCHEMA_VERSION:
         raise UserError(
@@ -459,14 +351,7 @@ def check_version(tree: dict[str, object], name: str) -> None:
 
 
 def read_verified(objects: ObjectStore, ref: ObjectRef) -> bytes:
-    """Read an object and check it against the digest in its reference.
-
-    Args:
-        objects: this run's folder.
-        ref: the object, perhaps of another run.
-
-    Returns:
-        The object's bytes.
+    """Reads an object, perhaps of another run, and verifies its digest.
 
     Raises:
         Corrupt: the object is missing or damaged; the message names it.
@@ -477,22 +362,8 @@ def read_verified(objects: ObjectStore, ref: ObjectRef) -> bytes:
 
 
 def read_range(objects: ObjectStore, ref: ObjectRef, first: int, last: int, sha256: str) -> bytes:
-    """Read a part of an object and check it.
-
-    Args:
-        objects: this run's folder.
-        ref: the object, perhaps of another run.
-        first: offset of the first byte.
-        last: offset after the last byte.
-        sha256: the digest of these bytes.
-
-    Returns:
-        The bytes.
-
-    Raises:
-        Corrupt: the object is missing or damaged; the message names it.
-        StoreUnavailable: the store does not answer.
-    """
+    """Reads and verifies the bytes from `first` to before `last`, whose digest is `sha256`. Raises as
+    `read_verified`."""
     holder = objects.of_run(ref.run)
     return _verified(holder, ref, sha256, lambda: holder.read(ref.key, first, last))
 
@@ -508,22 +379,15 @@ def _verified(holder: ObjectStore, ref: ObjectRef, sha256: str, read: Callable[[
 
 
 def read_model(objects: ObjectStore, ref: ObjectRef, model: type[M]) -> M:
-    """Read a JSON object, checked against its digest.
+    """Reads a JSON object, perhaps of another run, and verifies its digest. Raises as `read_verified`.
 
-    Args:
-        objects: this run's folder.
-        ref: the object, perhaps of another run.
-        model: its type.
-
-    Returns:
-        The object; its references name the run that holds them.
+    References in it name the run that holds their objects.
 
     Raises:
-        Corrupt: the object is missing or damaged.
-        UserError: the object has a schema version that this release does not read.
-        StoreUnavailable: the store does not answer.
+        UserError: this release does not read the object's schema version.
     """
     data = read_verified(objects, ref)
+    # before the validation, which would blame a field of another schema
     check_version(json.loads(data), ref.key)
     document = model.model_validate_json(data)
     return document if ref.run is None else seen_from_fork(ref.run, document)

@@ -21,7 +21,6 @@ class Fingerprint(Frozen):
 
     @property
     def digest(self) -> str:
-        """The sha256 of the parts."""
         return sha256_of(json.dumps(self.parts, sort_keys=True).encode())
 
 
@@ -54,7 +53,7 @@ class Manifest(Frozen):
 
 
 BLOCK = 2**24
-"""Bytes in a block of a checkpoint's file."""
+"""Bytes in a block of a checkpoint file."""
 
 
 class File(ObjectRef):

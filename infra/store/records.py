@@ -1,7 +1,7 @@
-"""The records of the commit log, and the run's state that results from them.
+"""The records of the commit log, and the run's state that results from them. Pure data, without I/O.
 
 A record is one object of the log and carries commits. Applying all records in order to an empty `RunState` gives the
-state of the run; nothing else changes it. This module does no input or output.
+state of the run; nothing else changes it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 SCHEMA_VERSION = 1
-"""Increase this when the stored form of a model changes, and let `ratchet.infra.store.log.check_version` migrate the
-older ones."""
+"""To change the stored form of a model, increase this, and migrate older ones in `infra.store.log.check_version`."""
 PAGE = 64
 """Number of closed iterations in a page of the history. Finding an iteration's index takes at most two reads."""
 
@@ -41,21 +40,31 @@ class ObjectRef(Frozen):
 
 
 class ShardRef(ObjectRef):
-    """A reference to an immutable data file. The record that names it commits it; it needs no manifest."""
+    """A reference to an immutable data file. The record that names it commits it; it needs no manifest.
+
+    Example:
+        >>> from ratchet.infra.store.records import ShardRef, sha256_of
+        >>> data = b"the bytes of a Parquet file"
+        >>> ref = ShardRef(key="trajectories/score/part-00001.parquet", sha256=sha256_of(data), rows=8, bytes=len(data))
+        >>> ref.rows, ref.bytes, ref.run
+        (8, 27, None)
+        >>> ShardRef.model_validate_json(ref.model_dump_json()) == ref
+        True
+    """
 
     rows: int
     bytes: int
 
 
 class Weights(Frozen):
-    """The state of a trainable role after `version` updates: a digest over weights and optimizer."""
+    """The state of a trained role after `version` updates, with a digest of its weights and optimizer."""
 
     version: int
     digest: str
 
 
 class Claim(Frozen):
-    """A driver takes the run, which fences every older term."""
+    """A driver's claim of the run, which fences every older term."""
 
     kind: Literal["claim"] = "claim"
     config: dict[str, Any]
@@ -76,14 +85,14 @@ class Claim(Frozen):
 
 
 class ShardCommit(Frozen):
-    """One shard of a stage is complete."""
+    """The commit of one shard of a stage."""
 
     kind: Literal["shard"] = "shard"
     iteration: int
     stage: str
     shard: int
     term: int
-    """Term of the driver that computed it; its claim tells what the shard depends on."""
+    """Term of the driver that computed the shard; its claim tells what the shard depends on."""
     data: ShardRef
     seconds: float
     outputs: dict[str, JsonValue] = {}
@@ -91,7 +100,7 @@ class ShardCommit(Frozen):
 
 
 class StageCommit(Frozen):
-    """A stage is complete; `manifest` lists its outputs and dependencies."""
+    """The commit of a complete stage; `manifest` lists its outputs and dependencies."""
 
     kind: Literal["stage"] = "stage"
     iteration: int
@@ -108,8 +117,8 @@ class StageCommit(Frozen):
 
 
 class Journal(Frozen):
-    """What the incomplete shards of a stage have generated so far. It replaces the stage's previous journal, and the
-    stage's commit ends it."""
+    """The trajectories generated so far for a stage's incomplete shards. The stage's next journal or its commit ends
+    it."""
 
     kind: Literal["journal"] = "journal"
     iteration: int
@@ -117,11 +126,11 @@ class Journal(Frozen):
     term: int
     """Term of the driver that generated it."""
     parts: tuple[ShardRef, ...]
-    """A file for each worker that generates."""
+    """One file for each worker that generates."""
 
 
 class Assigned(Frozen):
-    """A shard will be generated with these weights, which differ from the starting weights of its iteration."""
+    """The weights that will generate a shard, if they differ from the starting weights of its iteration."""
 
     kind: Literal["assigned"] = "assigned"
     iteration: int
@@ -130,7 +139,7 @@ class Assigned(Frozen):
 
 
 class Skip(Frozen):
-    """An update is skipped in this iteration: the role's weights stay unchanged."""
+    """A skipped update: the role's weights stay unchanged in this iteration."""
 
     kind: Literal["skip"] = "skip"
     iteration: int
@@ -139,13 +148,13 @@ class Skip(Frozen):
     weights: Weights
     reason: str
     not_finite: bool = False
-    """Whether it was skipped because a value was NaN or infinite (`train.on_nan: skip`)."""
+    """True if a value was NaN or infinite (`train.on_nan: skip`)."""
     cursor: int | None = None
     """Set if generate itself was abandoned: a cursor past every prompt that it may have drawn."""
 
 
 class Snapshot(Frozen):
-    """The full state after `version` iterations is durable; `roles` names each role's checkpoint manifest."""
+    """The durable state after `version` iterations; `roles` names each role's checkpoint manifest."""
 
     kind: Literal["snapshot"] = "snapshot"
     version: int
@@ -153,7 +162,7 @@ class Snapshot(Frozen):
 
 
 class Diverged(Frozen):
-    """The replay of a committed update gave different weights."""
+    """A replay of a committed update that gave different weights."""
 
     kind: Literal["diverged"] = "diverged"
     iteration: int
@@ -164,14 +173,14 @@ class Diverged(Frozen):
 
 
 class Expire(Frozen):
-    """A snapshot is no longer needed; its files may be deleted."""
+    """The expiry of a snapshot, whose files may be deleted."""
 
     kind: Literal["expire"] = "expire"
     version: int
 
 
 class Finalize(Frozen):
-    """An iteration is complete; `index` is the run's state before this record."""
+    """The close of an iteration; `index` is the run's state before this record."""
 
     kind: Literal["close"] = "close"
     iteration: int
@@ -198,7 +207,16 @@ class Ahead(StoredModel):
 
 
 class RunState(StoredModel):
-    """The state of a run at one slot of its log. Its size stays bounded, however long the run."""
+    """The state of a run at one slot of its log. Its size is bounded, however long the run.
+
+    Example:
+        >>> from ratchet.infra.store.records import Claim, RunState, Weights
+        >>> first = {"actor": Weights(version=0, digest="sum:0f")}
+        >>> state, claim = RunState(), Claim(config={}, code="", packages={}, threads=1, host="here", initial=first)
+        >>> state.apply_commit(claim, term=1)
+        >>> state.iteration, state.term, state.weights["actor"].version
+        (0, 1, 0)
+    """
 
     schema_version: int = SCHEMA_VERSION
     slot: int = -1
@@ -209,11 +227,10 @@ class RunState(StoredModel):
     """The open iteration; all earlier iterations are closed."""
     cursor: int = 0
     initial: dict[str, Weights] = {}
-    """Each role's initial weights."""
     weights: dict[str, Weights] = {}
     """Each role's current weights."""
     starting: dict[str, Weights] = {}
-    """Each role's weights when the open iteration began, which its stages use and its updates start from."""
+    """Each role's weights when the open iteration began: its stages use them, and its updates start from them."""
     controllers: dict[str, float] = {}
     snapshots: dict[int, dict[str, ObjectRef]] = {}
     shards: dict[str, dict[int, ShardCommit]] = {}
@@ -223,7 +240,7 @@ class RunState(StoredModel):
     assigned: dict[int, Weights] = {}
     """Weights that generate shards of the open iteration, by shard, if they differ from the starting weights."""
     journals: dict[str, Journal] = {}
-    """What stages of the open iteration have generated of their incomplete shards, by stage."""
+    """Newest journals of the open iteration, by stage."""
     ahead: dict[int, Ahead] = {}
     """Later iterations that have commits."""
     metrics: ShardRef | None = None
@@ -240,15 +257,8 @@ class RunState(StoredModel):
     """The last index of every full page of closed iterations; its `recent` lists the other indexes of its page."""
 
     def apply(self, record: Record, sha256: str) -> None:
-        """Apply the next record.
-
-        Args:
-            record: must follow the last applied record.
-            sha256: the digest of the record's bytes.
-
-        Raises:
-            ValueError: the record does not follow the last one.
-        """
+        """Applies the next record, whose bytes have the digest `sha256`. Raises `ValueError` if it does not follow the
+        last one."""
         if record.slot != self.slot + 1 or record.previous != self.sha256:
             raise ValueError(f"log record {record.slot} does not follow record {self.slot}: the log was tampered with")
         self.slot, self.sha256 = record.slot, sha256
@@ -256,15 +266,12 @@ class RunState(StoredModel):
             self.apply_commit(commit, record.term)
 
     def apply_commit(self, commit: Commit, term: int) -> None:
-        """Apply one commit of a record.
-
-        Args:
-            commit: the commit.
-            term: the record's term.
-        """
+        """Applies one commit of a record of `term`."""
         match commit:
             case Fork():
+                # the place in the log stays that of the fork's own log
                 parent_state = commit.state.model_copy(deep=True, update={"slot": self.slot, "sha256": self.sha256})
+                # in place, because the log and its readers hold this object
                 for name in RunState.model_fields:
                     setattr(self, name, getattr(parent_state, name))
                 self.claim = commit.claim
@@ -322,11 +329,14 @@ class RunState(StoredModel):
                 self.starting = dict(self.weights)
                 begun = list(self.ahead.values())
                 by_stage = [shards for ahead in begun for shards in ahead.shards.values()]
+                # a shard's term leads to the claim that tells what the shard depends on, so keep the terms of commits
+                # made ahead
                 needed = {term, *(shard.term for shards in by_stage for shard in shards.values())}
                 needed |= {journal.term for ahead in begun for journal in ahead.journals.values()}
                 self.open_terms = {number: opened for number, opened in self.open_terms.items() if number in needed}
                 if (opening := self.ahead.pop(self.iteration, None)) is not None:
                     self.shards, self.assigned, self.journals = opening.shards, opening.assigned, opening.journals
+                    # only now do the stages committed ahead move the cursor
                     for stage in opening.stages.values():
                         self.apply_commit(stage, term)
 
@@ -334,18 +344,15 @@ class RunState(StoredModel):
         return self if iteration == self.iteration else self.ahead.setdefault(iteration, Ahead())
 
     def cursor_before(self, iteration: int, per_iteration: int) -> int:
-        """Tell where an iteration that has not generated yet starts in the prompts.
+        """Returns the number of prompts drawn before an iteration that has not generated yet.
 
         Args:
-            iteration: the open iteration or a later one.
-            per_iteration: number of prompts that each iteration before it draws that has not generated yet.
-
-        Returns:
-            The number of prompts drawn before it, since the run began; no meaning if it has generated.
+            iteration: the open iteration or a later one; the result is meaningless if it has generated.
+            per_iteration: number of prompts drawn by each earlier iteration that has not generated yet.
         """
         has_drawn = any(stage.cursor is not None for stage in list(self.stages.values()))
+        # the cursor after each iteration that has generated
         cursors = {self.iteration if has_drawn else self.iteration - 1: self.cursor}
-        """The position after each iteration that has generated."""
         for k, commits in list(self.ahead.items()):  # copies, because another executor may add to them
             for stage in list(commits.stages.values()):
                 if stage.cursor is not None:
@@ -374,14 +381,7 @@ Commit = Annotated[
 
 
 def named_here(commit: Commit) -> list[ObjectRef]:
-    """List the objects that a commit names in its own run's folder, except snapshots, which may expire.
-
-    Args:
-        commit: the commit.
-
-    Returns:
-        References to the objects.
-    """
+    """Lists the objects that a commit names in its own run's folder, except snapshots, which may expire."""
     refs: list[ObjectRef] = []
     if isinstance(commit, ShardCommit):
         refs = [commit.data]
@@ -400,37 +400,23 @@ class Record(Frozen):
     slot: int
     term: int
     previous: str
-    """The sha256 of the previous record; empty for the first record."""
+    """The sha256 of the previous record's bytes; empty for the first record."""
     at: datetime
     commits: tuple[Commit, ...]
     index: ObjectRef | None
     """The newest index before this record, so that any record leads to an index."""
     digest: str = ""
-    """The sha256 of the record without this field, so that a record verifies alone: no later record names the newest
-    record's sha256."""
+    """The sha256 of the record without this field: no later record vouches for the newest one, which must verify
+    alone."""
 
     def to_bytes(self) -> bytes:
-        """Write the stored form, with the digest at its end.
-
-        Returns:
-            The record as JSON.
-        """
+        """Encodes the record as JSON, with the digest at its end."""
         body = self.model_dump_json(exclude={"digest"}).encode()
         return body[:-1] + _seal(body)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        """Parse a stored record.
-
-        Args:
-            data: the stored form.
-
-        Returns:
-            The record.
-
-        Raises:
-            ValueError: the bytes are not a record, or were changed.
-        """
+        """Parses a stored record. Raises `ValueError` if the bytes are not a record, or were changed."""
         record = cls.model_validate_json(data)
         size = len(_seal(b""))
         if data[-size:] != _seal(data[:-size] + b"}"):
@@ -439,7 +425,7 @@ class Record(Frozen):
 
 
 def _seal(body: bytes) -> bytes:
-    """The end of a record: its digest and closing brace, which replace the closing brace of `body`."""
+    """Returns the end of a record: its digest and closing brace, which replace the closing brace of `body`."""
     return f',"digest":"{sha256_of(body)}"}}'.encode()
 
 
@@ -447,14 +433,10 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def seen_from_fork(run: str, document: M) -> M:
-    """Copy another run's document, so that every reference in it names the run that holds its object.
+    """Copies another run's document, so that every reference in it names the run that holds its object.
 
     Args:
         run: how this run refers to the other run, as in `ObjectRef.run`.
-        document: the other run's document.
-
-    Returns:
-        The copy.
     """
 
     def visit(value: Any) -> Any:
@@ -476,12 +458,5 @@ def seen_from_fork(run: str, document: M) -> M:
 
 
 def sha256_of(data: bytes | memoryview) -> str:
-    """Compute a sha256.
-
-    Args:
-        data: the bytes.
-
-    Returns:
-        The digest in hex.
-    """
+    """Returns the sha256 of some bytes in hex."""
     return hashlib.sha256(data).hexdigest()

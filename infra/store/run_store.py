@@ -50,9 +50,8 @@ JOURNAL = "journal"
 VALIDATE = "validate"
 """The stage whose rows are not training trajectories."""
 UPDATE_ACTOR = "update_actor"
-"""The stage that updates the policy."""
 SERVED = "served/"
-"""Folder of the answers of `ratchet serve`, which are no part of the run's history and need no record."""
+"""Folder of the answers of `ratchet serve`. They are not part of the run's history and need no record."""
 REPORT = "report.html"
 """An HTML page that users may write into the run's folder; not part of the run."""
 
@@ -60,36 +59,22 @@ REPORT = "report.html"
 class RunStore:
     """One run in one folder. Reading needs no claim.
 
-    Methods that read raise `Corrupt` if an object is missing or damaged; all raise `StoreUnavailable` if the store does
-    not answer.
+    Reading methods raise `Corrupt` if an object is missing or damaged; all methods raise `StoreUnavailable` if the
+    store does not answer.
     """
 
     def __init__(self, objects: ObjectStore) -> None:
-        """Open the run; this reads nothing.
-
-        Args:
-            objects: the run's folder.
-        """
+        """Opens the run; this reads nothing."""
         self.objects = objects
         self.log = RunLog(objects)
         self._lock = threading.Lock()
         self._attempts: dict[tuple[int, str], int] = {}
         self._manifests: dict[ObjectRef, Manifest] = {}
-        """Manifests read or written since the last close; they are immutable, so they can be cached."""
+        """Manifests read or written since the last close. They are immutable, so a cached one is never stale."""
 
     @classmethod
     def at(cls, url: str) -> RunStore:
-        """Open a run by its URL.
-
-        Args:
-            url: the run's folder, as any fsspec URL or a local path.
-
-        Returns:
-            The run.
-
-        Raises:
-            UserError: fsspec does not support the protocol, or its package is not installed.
-        """
+        """Opens a run by any fsspec URL or a local path. Raises `UserError` as `backend_for`."""
         return cls(ObjectStore(url))
 
     @property
@@ -99,17 +84,12 @@ class RunStore:
 
     @property
     def url(self) -> str:
-        """The run's URL."""
         return self.objects.url
 
     # Stages.
 
     def begin_attempt(self, iteration: int, stage: str) -> int:
-        """Start this driver's next attempt at a stage, and delete the uncommitted files of its earlier attempts.
-
-        Args:
-            iteration: the iteration's number.
-            stage: the stage's name.
+        """Starts this driver's next attempt at a stage, and deletes the uncommitted files of its earlier attempts.
 
         Returns:
             The attempt's number, from 0.
@@ -117,83 +97,43 @@ class RunStore:
         with self._lock:
             attempt = self._attempts.get((iteration, stage), -1) + 1
             self._attempts[iteration, stage] = attempt
+        # older terms' files were swept when this driver claimed the run
         if attempt:
             leftovers = [key for key in self._uncommitted(iteration, stage) if _term_of(key) == self.log.term]
             self.objects.delete(leftovers)
         return attempt
 
     def write_shard(self, iteration: int, stage: str, attempt: int, shard: int, table: pa.Table) -> ShardRef:
-        """Write the rows of one shard.
-
-        Args:
-            iteration: the iteration's number.
-            stage: the stage's name.
-            attempt: from `begin_attempt`.
-            shard: the shard's number.
-            table: the rows.
-
-        Returns:
-            A reference to the new file, which a record must commit.
-        """
+        """Writes the rows of one shard. The returned reference must still be committed by a record."""
         return self._write_table(_shard_key(iteration, stage, self._tag(attempt), shard), table)
 
     def write_journal(self, iteration: int, stage: str, number: int, table: pa.Table) -> ShardRef:
-        """Write what a worker has generated of a stage's incomplete shards.
+        """Writes a worker's trajectories of a stage's incomplete shards. A `Journal` commits the file.
 
         Args:
-            iteration: the stage's iteration.
-            stage: the stage's name.
             number: distinguishes the journals of this driver.
-            table: the trajectories.
-
-        Returns:
-            A reference to the file. A `Journal` commits it.
         """
         return self._write_table(f"{_journal_prefix(iteration)}{stage}.{self._tag(number)}.parquet", table)
 
     def write_calls(self, iteration: int, stage: str, term: int, table: pa.Table) -> None:
-        """Write answers that the programs of agents are about to get. A driver that resumes the stage adopts the file.
-
-        Args:
-            iteration: the stage's iteration.
-            stage: the stage's name.
-            term: term of the driver.
-            table: the answers.
-        """
+        """Writes answers before the agents' programs receive them. A driver that resumes the stage adopts the file."""
         name = f"{next(_numbers):08d}{secrets.token_hex(4)}"  # other workers write beside this one
         self._write_table(f"{_calls_prefix(iteration, stage)}{name}.{term}-0.parquet", table)
 
     def write_served(self, name: str, table: pa.Table) -> str:
-        """Write answers of `ratchet serve`. The key holds their digest, because no record does.
-
-        Args:
-            name: unique name of the file.
-            table: the answers.
-
-        Returns:
-            The key.
-
-        Raises:
-            StoreUnavailable: the store does not answer.
-        """
+        """Writes answers of `ratchet serve` under a unique name. The returned key holds their digest, because no record
+        does."""
         data = parquet_bytes(table)
         key = f"{SERVED}{name}.{sha256_of(data)}.parquet"
         self.objects.put(key, data)
         return key
 
     def served_keys(self) -> list[str]:
-        """The files of answers of `ratchet serve`, in order."""
+        """Lists the files of answers of `ratchet serve`, in order."""
         return [key for key in self.objects.list(SERVED) if is_served(key)]
 
     def read_served(self, key: str) -> pa.Table:
-        """Read answers of `ratchet serve`.
-
-        Args:
-            key: a key of `served_keys`.
-
-        Raises:
-            Corrupt: the file is missing or damaged.
-        """
+        """Reads a file of answers of `ratchet serve`."""
         data = self.objects.get_if_there(key)
         if data is None or sha256_of(data) != served_digest(key):
             what = "is gone" if data is None else "is damaged"
@@ -201,7 +141,7 @@ class RunStore:
         return pq.read_table(io.BytesIO(data))
 
     def calls(self, iteration: int, stage: str) -> dict[int, list[str]]:
-        """The files of answers that no journal names, in the order of their writing, by the term of their driver."""
+        """Lists the files of answers that no journal names, in the order of writing, by the term of their driver."""
         journal = self.journal(iteration, stage)
         adopted = set() if journal is None else {part.key for part in journal.parts}
         by_term: dict[int, list[str]] = {}
@@ -211,7 +151,7 @@ class RunStore:
         return by_term
 
     def reference(self, key: str) -> ShardRef | None:
-        """Refer to a data file that no record names yet; None: it is damaged."""
+        """Makes a reference to a data file that no record names yet; None if the file is damaged."""
         data = self.objects.get(key)
         try:
             rows = pq.ParquetFile(pa.BufferReader(data)).metadata.num_rows
@@ -220,163 +160,91 @@ class RunStore:
         return ShardRef(key=key, rows=rows, bytes=len(data), sha256=sha256_of(data))
 
     def delete_calls(self, iteration: int, stage: str) -> None:
-        """Delete the answers of a stage that is complete: its rows have them."""
+        """Deletes the answers of a complete stage, whose rows contain them."""
         self.objects.delete(self.objects.list(_calls_prefix(iteration, stage)))
 
     def journal(self, iteration: int, stage: str) -> Journal | None:
-        """The newest journal of a stage, of the open iteration or of one ahead; None if there is none."""
+        """Returns the newest journal of a stage, in the open iteration or in one ahead; None if there is none."""
         with self.log.held() as state:
             place = state if iteration == state.iteration else state.ahead.get(iteration)
             return None if place is None else place.journals.get(stage)
 
     def replace_journal(self, commit: Journal) -> None:
-        """Commit a journal, then delete the one that it replaces.
-
-        Args:
-            commit: the new journal.
-
-        Raises:
-            Fenced: a newer driver holds the run.
-        """
+        """Commits a journal, then deletes the one that it replaces."""
         before = self.journal(commit.iteration, commit.stage)
         self.commit(commit)
         self.delete_journal(before)
 
     def delete_journal(self, journal: Journal | None) -> None:
-        """Delete the files of a journal that no longer counts."""
+        """Deletes the files of a superseded journal."""
         if journal is not None:
             self.objects.delete(part.key for part in journal.parts)
 
     def write_manifest(self, manifest: Manifest) -> ObjectRef:
-        """Write a stage's manifest.
-
-        Args:
-            manifest: the manifest.
-
-        Returns:
-            A reference to the new file, which a record must commit.
-        """
+        """Writes a stage's manifest. The returned reference must still be committed by a record."""
         key = f"manifests/iteration={manifest.iteration:06d}/{manifest.stage}.{self._tag(manifest.attempt)}.json"
         ref = self._write(key, manifest.model_dump_json().encode())
         self._manifests[ref] = manifest
         return ref
 
     def commit(self, *commits: Commit) -> None:
-        """Commit all of `commits` atomically.
-
-        If this driver is fenced, it deletes the files that the commits name: the new driver's sweep may have missed
-        them.
-
-        Args:
-            commits: what to commit; the objects that they name must be written.
-
-        Raises:
-            Fenced: a newer driver holds the run.
-            Deleted: the run was deleted.
-        """
+        """Commits all of `commits` atomically; raises as `RunLog.append`. The objects that they name must be written
+        already."""
         try:
             self.log.append(*commits)
         except Fenced:
+            # the new driver's sweep may have run before these files were written
             with suppress(StoreUnavailable):  # the caller needs to see Fenced; the files are only garbage
                 self.objects.delete(ref.key for commit in commits for ref in named_here(commit))
             raise
 
     def committed_shards(self, stage: str, iteration: int | None = None) -> dict[int, ShardCommit]:
-        """The committed shards of a stage, complete or not.
-
-        Args:
-            stage: the stage's name.
-            iteration: None for the open iteration.
-
-        Returns:
-            Commits by shard number.
-        """
+        """Returns the committed shards of a stage by number, by default in the open iteration."""
         state = self.state if iteration is None else self.iteration_state(iteration)
         return state.shards.get(stage, {})
 
     def committed_stage(self, iteration: int, stage: str) -> StageCommit | Skip | None:
-        """Find the commit that completed or skipped a stage.
-
-        Args:
-            iteration: the iteration's number.
-            stage: the stage's name.
-
-        Returns:
-            The commit; None if the stage is not complete.
-        """
+        """Returns the commit that completed or skipped a stage; None if the stage is incomplete."""
         return self.iteration_state(iteration).stages.get(stage)
 
     def manifest(self, stage: StageCommit) -> Manifest:
-        """Read the manifest that a stage's commit names.
-
-        Args:
-            stage: the commit.
-
-        Returns:
-            The manifest.
-        """
+        """Reads the manifest that a stage's commit names."""
         ref, cache = stage.manifest, self._manifests
         if (manifest := cache.get(ref)) is None:
             manifest = cache[ref] = read_model(self.objects, ref, Manifest)
         return manifest
 
     def shards_of(self, state: RunState, stage: str) -> list[ShardRef]:
-        """List the data files that a stage has committed in an iteration, complete or not.
-
-        Args:
-            state: the iteration's state, from `iteration_state`.
-            stage: the stage's name.
-
-        Returns:
-            References to the files, in the order of the shards.
-        """
+        """Lists the data files that a stage has committed, complete or not, in the order of the shards."""
         committed = state.stages.get(stage)
         if isinstance(committed, StageCommit):
             return list(self.manifest(committed).shards)
         return [shard.data for _, shard in sorted(state.shards.get(stage, {}).items())]
 
     def manifests(self, iteration: int) -> dict[str, Manifest]:
-        """Read the manifests of an iteration's completed stages.
-
-        Args:
-            iteration: the iteration's number.
-
-        Returns:
-            Manifests by stage, in the order of their commits; skipped stages have none.
-        """
+        """Reads the manifests of an iteration's completed stages, in commit order; skipped stages have none."""
         stages = self.iteration_state(iteration).stages
         return {name: self.manifest(stage) for name, stage in stages.items() if isinstance(stage, StageCommit)}
 
     def columns_of(self, state: RunState, stage: str) -> tuple[str, ...]:
-        """Name the columns of a stage in an iteration.
-
-        Args:
-            state: the iteration's state, from `iteration_state`.
-            stage: the stage's name.
-
-        Returns:
-            The columns without `trajectory_id`: for a stage of the schema all that it writes, for any other stage those
-            that it has committed.
-        """
+        """Returns the columns of a stage in an iteration, without `trajectory_id`: those of the schema, or else those
+        committed."""
         if stage in TRAJECTORY.stages:
             return TRAJECTORY.names(stage)
         committed = state.stages.get(stage)
         if isinstance(committed, Skip):
             return ()
         if committed is not None:
+            # the first is `trajectory_id`
             return self.manifest(committed).columns[1:]
         shards = self.shards_of(state, stage)
         return tuple(self.read_shard(shards[0]).column_names[1:]) if shards else ()
 
     def read_shard(self, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
-        """Read the rows of a data file.
+        """Reads the rows of a data file.
 
         Args:
-            ref: the file.
-            columns: the columns to read, in this order; None for all columns of the file.
-
-        Returns:
-            The rows. Columns that are not in the file are null.
+            columns: the columns to read, in this order; None for all. Columns that are not in the file are null.
         """
         file = pq.ParquetFile(pa.BufferReader(read_verified(self.objects, ref)))
         stored_columns = file.schema_arrow.names
@@ -391,14 +259,10 @@ class RunStore:
     # Iterations.
 
     def iteration_state(self, iteration: int) -> RunState:
-        """Find the state of an iteration.
+        """Returns the state of an iteration.
 
-        Args:
-            iteration: the iteration's number.
-
-        Returns:
-            The run's state for the open iteration; the index for a closed iteration; for a later iteration, a state
-            that holds only the iteration's own commits.
+        For the open iteration, this is the run's state; for a closed one, its index; for a later one, a state that
+        holds only the iteration's own commits.
         """
         with self.log.held() as state:
             if iteration == state.iteration:
@@ -411,41 +275,26 @@ class RunStore:
         return self.log.load_index(self.index_of(iteration))
 
     def validation_scores(self, versions: Iterable[int], metric: str | None) -> dict[int, float]:
-        """Find how well some weights did in their validation.
+        """Returns validation scores by version, without versions that were not validated, or not by that metric.
 
         Args:
-            versions: numbers of iterations after which to look at the weights.
-            metric: the metric to read; None: the mean score of the first data source.
-
-        Returns:
-            The score by version, without versions that were not validated, or not by that metric.
+            versions: numbers of iterations after which the weights were validated.
+            metric: None for the mean score of the first data source.
         """
         scores = validation_scores({version: self.validation_metrics(version) for version in versions}, metric)
         return {version: value for version, (_, value) in scores.items()}
 
     def validation_metrics(self, version: int) -> dict[str, float]:
-        """Find the metrics of the validation of some weights.
-
-        Args:
-            version: the number of iterations after which to look at the weights.
-
-        Returns:
-            The values by name. Empty if the weights were not validated.
-        """
+        """Returns the validation metrics of the weights after `version` iterations; empty if they were not
+        validated."""
         state = self.iteration_state(version)
         commit = state.stages.get(VALIDATE)
         metrics = self.manifest(commit).metrics if isinstance(commit, StageCommit) else state.metric_values
         return {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
 
     def index_of(self, iteration: int) -> ObjectRef:
-        """Find the index of a closed iteration.
-
-        Args:
-            iteration: the iteration's number.
-
-        Returns:
-            A reference to its index.
-        """
+        """Returns the reference to the index of a closed iteration."""
+        # only the last index of each full page is in the state; it lists the others of its page
         page, place = divmod(iteration, PAGE)
         if page >= len(self.state.pages):
             return self.state.recent[place]
@@ -453,16 +302,11 @@ class RunStore:
         return last if place == PAGE - 1 else self.log.load_index(last).recent[place]
 
     def close(self, metrics: Mapping[str, float], *also: Commit, columns: Iterable[str] = ()) -> None:
-        """Close the open iteration and make other commits, in one record.
+        """Closes the open iteration and makes other commits, in one record; raises as `RunLog.append`.
 
         Args:
-            metrics: the iteration's metrics.
             also: commits for the same record, such as a snapshot.
-            columns: columns of the metrics file, null where `metrics` has no value; it also has the other metrics.
-
-        Raises:
-            Fenced: a newer driver holds the run.
-            Deleted: the run was deleted.
+            columns: columns of the metrics file in addition to those of `metrics`; null if `metrics` has no value.
         """
         with self.log.held() as state:  # other threads must not commit ahead while the index is written
             iteration = state.iteration
@@ -477,17 +321,14 @@ class RunStore:
             summary = state.model_copy(update=now)
             index = self._write(f"index/{iteration:06d}.{tag}.json", summary.model_dump_json().encode())
             self.commit_snapshot([Finalize(iteration=iteration, index=index, metrics=metrics_ref), *also])
+        # after the commit: the hint must never name an index that no record names
         self.log.write_tail(index)
         with self._lock:
             self._attempts = {key: count for key, count in self._attempts.items() if key[0] > iteration}
         self._manifests = {}
 
     def sweep(self, stages: Iterable[str]) -> None:
-        """Delete the uncommitted files of older terms, in the open iteration and in those generated ahead.
-
-        Args:
-            stages: names of the stages to sweep.
-        """
+        """Deletes the uncommitted files of older terms, in the open iteration and in those generated ahead."""
         self.objects.delete_leftovers()
         older = {term: opened.ahead for term, opened in self.state.open_terms.items() if term < self.log.term}
         if not older:
@@ -498,14 +339,15 @@ class RunStore:
         self.objects.delete(key for key in uncommitted if _term_of(key) < self.log.term)
 
     def _uncommitted(self, iteration: int, stage: str) -> list[str]:
-        """Keys of an iteration's stage, of its close, or of its journals, that no record names."""
+        """Lists the keys that no record names: those of a stage, of the iteration's close, or of its journals."""
         if stage == JOURNAL:
             state = self.state if iteration == self.state.iteration else self.state.ahead.get(iteration)
             journals = [] if state is None else state.journals.values()
             parts = {part.key for journal in journals for part in journal.parts}
             keys = self.objects.list(_journal_prefix(iteration))
-            return [key for key in keys if key not in parts and not is_call_file(key)]  # which are adopted later
+            return [key for key in keys if key not in parts and not is_call_file(key)]  # call files are adopted later
         if stage == CLOSE:
+            # the iteration is not closed, so no record names its metrics
             return self.objects.list(_metrics_prefix(iteration))
         committed = {shard.data.key for shard in self.committed_shards(stage, iteration).values()}
         return [key for key in self.objects.list(f"{_shard_folder(iteration, stage)}/") if key not in committed]
@@ -513,27 +355,11 @@ class RunStore:
     # Checkpoints.
 
     def checkpoint_folder(self, role: str, weights: Weights) -> str:
-        """Name the folder for this driver's checkpoint of a role.
-
-        Args:
-            role: the role.
-            weights: the state that the checkpoint holds; only its version enters the name.
-
-        Returns:
-            The folder's key, without a slash at its end.
-        """
+        """Names the folder for this driver's checkpoint of a role, without a trailing slash."""
         return f"checkpoints/{role}/{weights.version:06d}.{self._tag(0)}"
 
     def write_checkpoint_files(self, folder: str, files: Mapping[str, bytes]) -> dict[str, File]:
-        """Write files of a role's full state: all of them, or one rank's share.
-
-        Args:
-            folder: from `checkpoint_folder`.
-            files: contents by name.
-
-        Returns:
-            References by name.
-        """
+        """Writes files of a role's full state into its `checkpoint_folder`: all of them, or one rank's share."""
         written = {}
         for name, data in files.items():
             ref = self._write(f"{folder}/{name}", data)
@@ -545,44 +371,25 @@ class RunStore:
         return written
 
     def write_checkpoint_manifest(self, folder: str, checkpoint: Checkpoint) -> ObjectRef:
-        """Write the manifest of a checkpoint. The checkpoint exists once a `Snapshot` names the returned reference.
-
-        Args:
-            folder: from `checkpoint_folder`.
-            checkpoint: the manifest, with references to files that are already written.
-
-        Returns:
-            A reference to the manifest.
-        """
+        """Writes the manifest of a checkpoint, whose files must be written already. A `Snapshot` commits the
+        checkpoint."""
         return self._write(f"{folder}/manifest.json", checkpoint.model_dump_json().encode())
 
     def checkpoint(self, ref: ObjectRef) -> Checkpoint:
-        """Read the manifest of a checkpoint.
-
-        Args:
-            ref: the manifest, as a `Snapshot` names it.
-
-        Returns:
-            The manifest.
-        """
+        """Reads the manifest of a checkpoint, as a `Snapshot` names it."""
         return read_model(self.objects, ref, Checkpoint)
 
     def ranges(self, checkpoint: Checkpoint) -> Callable[[str, int, int], bytes]:
-        """Open a checkpoint to read parts of its files, checked against their digests.
-
-        Blocks are read as they are needed; the last few are kept, for reads that follow each other.
-
-        Args:
-            checkpoint: the checkpoint's manifest.
+        """Opens a checkpoint for reading byte ranges of its files, verified against their digests.
 
         Returns:
-            A function that reads a range of a file: its name, the first byte, and the byte after the last one. It
-            raises `Corrupt` if the file is missing or damaged.
+            A function of a file's name, the first byte, and the byte after the last one. It raises `Corrupt`.
         """
 
         @lru_cache(maxsize=KEPT_BLOCKS)
         def block(name: str, number: int) -> bytes:
             file, first = checkpoint.files[name], number * BLOCK
+            # a file of one block has no block digests: it is read and verified whole
             if not file.blocks:
                 return read_verified(self.objects, file)
             return read_range(self.objects, file, first, min(first + BLOCK, file.bytes), file.blocks[number])
@@ -598,40 +405,17 @@ class RunStore:
         return read
 
     def read_checkpoint(self, checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, bytes]:
-        """Read files of a checkpoint, checked against their digests.
-
-        Args:
-            checkpoint: the checkpoint's manifest.
-            names: the files to read; None for all.
-
-        Returns:
-            Contents by name.
-        """
+        """Reads files of a checkpoint, all if `names` is None, verified against their digests."""
         wanted = checkpoint.files if names is None else names
         return {name: read_verified(self.objects, checkpoint.files[name]) for name in wanted}
 
     def snapshot_at_or_before(self, version: int, role: str) -> int | None:
-        """Find the newest snapshot of a role, up to a version.
-
-        Args:
-            version: the largest version that counts.
-            role: the role that the snapshot must hold.
-
-        Returns:
-            The snapshot's version; None if there is none.
-        """
+        """Returns the version of a role's newest snapshot up to `version`; None if there is none."""
         snapshots = self.state.snapshots.items()
         return max((number for number, roles in snapshots if number <= version and role in roles), default=None)
 
     def forks(self) -> list[Registration]:
-        """Read the registrations of this run's forks.
-
-        Returns:
-            The registrations, sorted by the names of their files.
-
-        Raises:
-            Corrupt: a registration is damaged.
-        """
+        """Reads the registrations of this run's forks. Raises `Corrupt` if one is damaged."""
         registrations = []
         for key in self.objects.list("forks/"):
             if not key.endswith(".json"):
@@ -646,31 +430,28 @@ class RunStore:
         return registrations
 
     def commit_snapshot(self, commits: Sequence[Commit]) -> None:
-        """Commit snapshots, then delete the files of snapshots that the commits expire.
+        """Commits snapshots, then deletes the files of snapshots that the commits expire; raises as `RunLog.append`.
 
         Args:
-            commits: snapshots, expirations and any other commits, in one record; nothing is written if there are none.
+            commits: snapshots, expirations and any other commits, in one record; if empty, nothing is written.
 
         Raises:
-            Fenced: a newer driver holds the run.
-            Deleted: the run was deleted.
-            Corrupt: a fork's registration is damaged, so nobody can say which files it needs; the commits are made.
+            Corrupt: a fork's registration is damaged, so the files that it needs are unknown; the commits are made.
         """
         expired = [commit.version for commit in commits if isinstance(commit, Expire)]
+        # before the commit, which removes the expired snapshots from the state
         doomed = [ref for version in expired for ref in self.state.snapshots[version].values()]
         if commits:
             self.commit(*commits)
         self._delete_checkpoints(doomed)
 
     def _delete_checkpoints(self, refs: Iterable[ObjectRef]) -> None:
-        """Delete the files of expired snapshots, except those of other runs and those that a fork needs.
-
-        Safe against concurrent forks: a fork registers first and reads the log after that. A fork that is not
-        registered yet will see that the snapshot is expired.
-        """
+        """Deletes the files of expired snapshots, except those that another run holds and those that a fork needs."""
         doomed = [ref for ref in refs if ref.run is None]
         if not doomed:
             return
+        # Safe against concurrent forks: a fork registers first and reads the log after that. A fork that is not
+        # registered yet will see that the snapshot is expired.
         shared = {ref.key for fork in self.forks() for roles in fork.snapshots.values() for ref in roles.values()}
         for ref in doomed:
             if ref.key not in shared:
@@ -680,11 +461,7 @@ class RunStore:
     # Writing immutable objects.
 
     def write_as(self, term: int) -> None:
-        """Use a term in the names of new files; for workers outside the process of the driver that claimed.
-
-        Args:
-            term: the driver's term.
-        """
+        """Uses a driver's term in the names of new files, for workers outside its process."""
         self.log.term = term
 
     def _tag(self, attempt: int) -> str:
@@ -709,8 +486,9 @@ def _shard_key(iteration: int, stage: str, tag: str, shard: int) -> str:
 
 
 def _term_of(key: str) -> int:
-    """The term in a file's name; the largest integer if it has none."""
+    """Returns the term in a file's name; the largest integer if there is none."""
     tag = re.search(r"[/.](\d+)-\d+(-part-\d+)?\.parquet$", key)
+    # sorts after every real term, so a sweep never deletes a file that it cannot attribute
     return int(tag[1]) if tag is not None else sys.maxsize
 
 
@@ -739,23 +517,22 @@ _WRITTEN = re.compile(
 
 
 def is_written(key: str) -> bool:
-    """Whether a file has a name that this module gives: a data file, a journal, a manifest, metrics, an index, or a
-    file of a checkpoint. All other files in a run's folder belong to others, or have a fixed name."""
+    """True if this module gave the file its name. All other files have a fixed name, or were not written by Ratchet."""
     return _WRITTEN.fullmatch(key) is not None
 
 
 def is_call_file(key: str) -> bool:
-    """Whether a file has answers that programs of agents got, which no record names before a driver adopts it."""
+    """True if a file holds answers to agents' programs, which no record names until a driver adopts it."""
     return key.startswith("journals/") and "/calls/" in key
 
 
 def is_served(key: str) -> bool:
-    """Whether a file has answers of `ratchet serve`."""
+    """True if a file holds answers of `ratchet serve`."""
     return key.startswith(SERVED) and key.endswith(".parquet")
 
 
 def served_digest(key: str) -> str:
-    """The sha256 of a file of answers of `ratchet serve`."""
+    """Returns the sha256 in the key of a file of answers of `ratchet serve`."""
     return key.split(".")[-2]
 
 
@@ -772,21 +549,14 @@ def _metrics_key(iteration: int, tag: str) -> str:
 
 
 def parquet_bytes(table: pa.Table) -> bytes:
-    """Write a table as Parquet with zstd.
-
-    Lists of floats use byte-stream split, without which log-probs do not compress.
-
-    Args:
-        table: the rows.
-
-    Returns:
-        The bytes of the file.
-    """
+    """Encodes a table as Parquet with zstd."""
+    # without byte-stream split, log-probs do not compress
     split = [
         f"{field.name}.list.element"
         for field in table.schema
         if pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type)
     ]
+    # a dictionary would take precedence over byte-stream split
     plain = [field.name for field in table.schema if not pa.types.is_nested(field.type)]
     sink = io.BytesIO()
     pq.write_table(

@@ -1,4 +1,4 @@
-"""Inference for the shards of a stage that are computed in one call."""
+"""Batches the inference of shards that are computed in one call."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ if TYPE_CHECKING:
 
 
 class Together(InferenceEngine):
-    """An engine for the compute function of a stage, which knows one shard. What it asks for the batch of the first
-    shard is computed for the batches of all, because it will ask the same for each."""
+    """An engine that infers for all shards of a call at once, although each compute function knows only its own.
+
+    A request for the first shard's batch is computed for the batches of all, because the other shards will ask for the
+    same.
+    """
 
     def __init__(self, engine: Callable[[], InferenceEngine], batches: Sequence[TrajectoryBatch]) -> None:
-        """`engine` gives the engine, ready for inference; `batches` are the rows of each shard."""
+        """Takes a function that returns the engine, ready for inference, and the rows of each shard."""
         self._engine, self._batches = engine, batches
         self._computed: dict[tuple[tuple[str, ...], float, int], list[dict[str, pa.Array]]] = {}
 
     def infer(
         self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> dict[str, pa.Array]:
-        """Compute the outputs of a shard's batch together with those of the others; of another batch, alone."""
+        """Computes the outputs of a shard's batch together with those of the others; any other batch is computed
+        alone."""
         names = tuple(outputs)
         number = next((number for number, own in enumerate(self._batches) if own is batch), None)
         if number is None:
@@ -39,6 +43,5 @@ class Together(InferenceEngine):
     def infer_each(
         self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> list[dict[str, pa.Array]]:
-        """Compute the outputs of several batches; see `InferenceEngine.infer_each`."""
         infer_each = self._engine().infer_each
         return infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)

@@ -20,15 +20,16 @@ from ratchet.rlhf.batch import TrajectoryBatch
 
 
 class CallInputs:
-    """The inputs of calls: shards of other stages, answers that prompts are drawn with, and journals."""
+    """The inputs of calls: shards of other stages, stored answers to prompts, and journals."""
 
     def __init__(self, store: RunStore, resources: Resources) -> None:
         self._store, self._resources = store, resources
         self._last_journal: tuple[tuple[ShardRef, ...], Journaled] = ((), Journaled())
 
     def batch(self, call: Call[C]) -> TrajectoryBatch:
-        """The columns that the call's stage declares."""
+        """Returns the columns that the call's stage declares."""
         stages = [self._stage(shards, columns) for shards, columns in call.inputs if columns]
+        # an input without columns selects trajectories
         for chosen in (self._stage(shards, columns) for shards, columns in call.inputs if not columns):
             stages = [stage.only(chosen.array("trajectory_id")) for stage in stages]
         return TrajectoryBatch.join(stages) if stages else TrajectoryBatch(pa.table({}))
@@ -38,7 +39,7 @@ class CallInputs:
         return TrajectoryBatch(pa.concat_tables([self._store.read_shard(shard, names) for shard in shards]))
 
     def replayed(self, call: Call[C]) -> dict[int, list[ReplayedAnswer]]:
-        """The answers that prompts are drawn with, by the prompt's number."""
+        """Returns stored answers by the number of their prompt, for the prompts that are drawn with answers."""
         return {number: self._answers(call, experience) for number, experience in call.replayed.items()}
 
     def _answers(self, call: Call[C], experience: Experience | ExpertExperience) -> list[ReplayedAnswer]:
@@ -51,6 +52,7 @@ class CallInputs:
                 ids=row["response_ids"],
                 log_probs=row["rollout_log_probs"],
                 mask=row["response_mask"],
+                # null if one version drew all tokens
                 versions=row["token_versions"] or [row["policy_version"]] * len(row["response_ids"]),
                 finish_reason=row["finish_reason"],
                 source=f"{experience.source} {row['trajectory_id']}",
@@ -59,7 +61,7 @@ class CallInputs:
         ]
 
     def _expert_answer(self, call: Call[C], experience: ExpertExperience, number: int) -> ReplayedAnswer:
-        """An answer of an expert, whose probability of each token is unknown and taken as 1."""
+        """Returns an answer of an expert, with log-probs of 0: the expert's own are unknown."""
         where, ids = self._resources.experts(experience.files).answer(number, self._resources.tokenizer)
         assert call.weights is not None, "the rollout has weights"
         size = len(ids)
@@ -68,7 +70,7 @@ class CallInputs:
         )
 
     def journaled(self, call: Call[C]) -> Journaled:
-        """What an earlier driver has generated. A damaged journal is left out: it saves time, no more."""
+        """Returns what an earlier driver has generated. A damaged journal is left out: it only saves time."""
         parts, journaled = self._last_journal
         if parts != call.journal:
             written: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Stores the answers that callers of the endpoint get, before they get them."""
+"""Stores the answers of the endpoint before its callers get them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ CALL_COLUMNS: Mapping[str, tuple[pa.DataType, str]] = {
 }
 """Types and meanings of the columns of a file of answers; see `Recorded`."""
 CALLS = pa.schema([(name, kind) for name, (kind, _) in CALL_COLUMNS.items()])
-"""Columns of a file of answers."""
 
 
 class CallLog:
-    """Writes the answers that wait while a file is written into the next file. Used on the event loop only."""
+    """A log of answers, which batches those that arrive while a file is being written. Used on the event loop only."""
 
     def __init__(self, write: Callable[[pa.Table], None]) -> None:
-        """`write` stores a table with the columns `CALLS`."""
+        """Takes a function that stores a table with the columns `CALLS`."""
         self._write = write
         self._waiting: list[tuple[Recorded, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
 
     async def record(self, answer: Recorded) -> None:
-        """Store an answer durably; see `Recorder.record`."""
+        """Stores an answer durably; see `Recorder.record`."""
         stored = asyncio.get_running_loop().create_future()
         self._waiting.append((answer, stored))
         if self._writing is None:
@@ -56,15 +55,17 @@ class CallLog:
                 table = pa.Table.from_pylist([asdict(answer) for answer, _ in taken], CALLS)
                 await asyncio.to_thread(self._write, table)
             except BaseException as error:
+                # every waiting caller gets the error, even a cancellation
                 failure = error
             for _, stored in taken:
+                # its caller may have been cancelled
                 if not stored.done():
                     stored.set_result(None) if failure is None else stored.set_exception(failure)
         self._writing = None
 
 
 def recorded_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Recorded]]:
-    """The answers in the rows of such files, by trajectory id."""
+    """Groups the answers in the rows of such files by trajectory id."""
     names = [field.name for field in fields(Recorded)]
     by_trajectory: dict[str, list[Recorded]] = {}
     for row in rows:

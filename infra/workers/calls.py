@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class ShardSummary(BaseModel):
-    """Small results of a shard, committed with its rows. A stage with more results adds fields in a subclass; fields
-    that stored runs lack need defaults."""
+    """Small results of a shard, committed with its rows. A stage with more results adds fields in a subclass.
+
+    Fields that stored runs lack need defaults.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
@@ -64,7 +66,7 @@ class Experience:
     """Its id among the rows of `shard`."""
     shard: ShardRef
     source: str
-    """Run and iteration of its answers, for people."""
+    """Run and iteration of its answers, in readable form."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,13 @@ class ExpertExperience:
     row: int
     """Its row in the files of the dataset."""
     files: tuple[str, ...]
-    """The files of answers."""
     answers: tuple[int, ...]
     """Numbers of its answers in the files; see `ExpertAnswers`."""
 
 
 @dataclass(frozen=True)
 class ReplayedAnswer:
-    """An answer that a prompt is drawn with."""
+    """A stored answer to a prompt, which takes the place of a generated one."""
 
     ids: list[int]
     log_probs: list[float]
@@ -91,13 +92,23 @@ class ReplayedAnswer:
     """Version of the weights that drew each token."""
     finish_reason: str
     source: str
-    """Where it is from, for people."""
+    """Its origin, in readable form."""
     by_expert: bool = False
 
 
 @dataclass(frozen=True)
 class Call(Generic[C_co]):
-    """One shard of a stage, or one update."""
+    """One shard of a stage, or one update, as the workers receive it.
+
+    Example:
+        >>> from ratchet.infra.store.records import Weights
+        >>> from ratchet.infra.workers.calls import Call
+        >>> from ratchet.rlhf.stage_config import StageConfig
+        >>> weights = Weights(version=3, digest="sum:9f")
+        >>> call = Call(term=1, stage="score", iteration=3, config=StageConfig(), role="actor", weights=weights)
+        >>> call.needs == {"actor": weights}
+        True
+    """
 
     term: int
     stage: str
@@ -118,7 +129,7 @@ class Call(Generic[C_co]):
     """Prompts of the shard that are drawn with their answers, by their number in the iteration."""
     controllers: Mapping[str, float] = field(default_factory=dict)
     journal: tuple[ShardRef, ...] = ()
-    """What an earlier driver generated of the shards that are not complete."""
+    """Files of trajectories that an earlier driver generated for incomplete shards."""
 
     @property
     def needs(self) -> dict[str, Weights]:
@@ -129,7 +140,7 @@ class Call(Generic[C_co]):
 
 @dataclass(frozen=True)
 class ShardStart:
-    """The trajectories of a shard, before anything is generated."""
+    """The trajectories of a shard before generation."""
 
     dialogues: tuple[Dialogue, ...]
     rules: Rules
@@ -143,7 +154,8 @@ class RowsCall(Generic[C, S]):
     compute: Callable[[Context[C]], ShardOutput[S]]
     writes: tuple[Column, ...]
     begin: Callable[[Context[C]], ShardStart] | None = None
-    """For a stage that generates: its trajectories, which are complete when `compute` is called."""
+    """Makes the trajectories of a stage that generates; they are complete when `compute` is called. None for other
+    stages."""
 
     @property
     def key(self) -> ShardKey:
@@ -160,7 +172,7 @@ class UpdateCall(Generic[C]):
 
 @dataclass(frozen=True)
 class ComputedShard(Generic[S]):
-    """A shard that was computed and written."""
+    """A shard that was computed and written, but not committed."""
 
     shard: ShardRef | None
     """The file, on the rank that wrote it."""
@@ -176,8 +188,6 @@ class Pending(Protocol[R_co]):
 
 @dataclass(frozen=True)
 class Updated:
-    """The result of an update."""
-
     before: Weights
     weights: Weights
     metrics: dict[str, float]
@@ -188,15 +198,16 @@ class Updated:
 
 @dataclass
 class Context(Generic[C]):
-    """The argument of a stage's compute function: the columns and the config that the stage declares, and the engine
-    of its role."""
+    """The argument of a stage's compute function: the columns and the config that the stage declares, and its role's
+    engine."""
 
     call: Call[C]
     batch: TrajectoryBatch
     engines: Engines
     resources: Resources
     replayed: Mapping[int, Sequence[ReplayedAnswer]] = field(default_factory=dict)
-    """The answers of prompts that are drawn with them, by the prompt's number: of its first trajectories."""
+    """Stored answers by the prompt's number, for prompts that are drawn with answers. They become its first
+    trajectories."""
     dialogues: Sequence[Dialogue] = ()
     """The complete trajectories of the shard, in the order of `RowsCall.begin`, for a stage that generates."""
     together: InferenceEngine | None = None
@@ -225,7 +236,7 @@ class Context(Generic[C]):
         return self.engines.model(self._role, learns=True)
 
     def follow_actor(self, share: float) -> None:
-        """Move the weights of the stage's role a share of the way to the actor's."""
+        """Moves the weights of the stage's role a share of the way to the actor's."""
         self.engines.follow_actor(self._role, share)
 
     @property

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def stored_state(store: RunStore, checkpoint: Checkpoint) -> StoredState:
-    """Open a checkpoint, whose tensors are then read by range and verified."""
+    """Opens a checkpoint; its tensors are read by range and verified."""
     from ratchet.rlhf.weights.stored_state import StoredState
 
     return StoredState({name: file.bytes for name, file in checkpoint.files.items()}, store.ranges(checkpoint))
@@ -36,20 +36,20 @@ class Saving:
 
 
 class CheckpointWriter:
-    """Writes this rank's share of the roles' checkpoints in the background."""
+    """A background writer of this rank's share of the roles' checkpoints."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
         self._saving: dict[str, Saving] = {}
 
     def begin(self, role: str, weights: Weights, files: Mapping[str, bytes]) -> None:
-        """Start to write this rank's files of a role's state."""
+        """Starts to write this rank's files of a role's state."""
         folder = self._store.checkpoint_folder(role, weights)
         written = in_background(lambda: self._store.write_checkpoint_files(folder, files))
         self._saving[role] = Saving(folder, weights, written)
 
     def is_done(self, role: str) -> bool:
-        """Whether this rank writes nothing of the role."""
+        """True if this rank has no pending write for the role."""
         return role not in self._saving or self._saving[role].written.done()
 
     def finish(self, role: str) -> ObjectRef | None:
@@ -57,6 +57,7 @@ class CheckpointWriter:
         saving = self._saving.pop(role, None)
         own_share = None if saving is None else saving.written.result()
         shares = ranks.gathered(own_share)
+        # a rank that restarted since `begin` has no share
         if saving is None or None in shares:
             return None
         files = {name: file for share in shares for name, file in share.items()}
@@ -64,13 +65,13 @@ class CheckpointWriter:
         return self._store.write_checkpoint_manifest(saving.folder, checkpoint) if ranks.rank() == 0 else None
 
     def close(self) -> None:
-        """Wait for what is being written if the run was deleted: the driver then deletes it, too."""
+        """Waits for pending writes if the run was deleted, so that the driver can delete their files, too."""
         if self._saving and self._store.log.is_deleted():
             wait([saving.written for saving in self._saving.values()])
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread. The process may end before it: its files count only once a record names them."""
+    """Runs `work` in a thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -79,5 +80,6 @@ def in_background(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
+    # the process may exit before a daemon thread is done: its files count only once a record names them
     threading.Thread(target=run, daemon=True).start()
     return future

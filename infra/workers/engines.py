@@ -1,4 +1,4 @@
-"""Holds the models of a worker: one engine per role, built on first use and kept."""
+"""The models of a worker: one engine per role, built on first use and kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MovableEngine(Protocol):
-    """Any engine: its model and optimizer can move to the device or to host memory."""
+    """Any engine whose model and optimizer can move between the device and host memory."""
 
     def place(self, *, model: bool, optimizer: bool) -> None: ...
 
@@ -33,33 +33,33 @@ class Engines:
     def __init__(
         self, config: RunConfig, roles: Iterable[str], new_weights_follow: Callable[[], bool] = lambda: False
     ) -> None:
-        """`new_weights_follow` tells whether the rollout gets weights before it generates again, so that it need not
-        keep those that it has."""
+        """Takes `new_weights_follow`, which returns True if the rollout gets weights before it generates again, so that
+        it need not keep its present ones."""
         self.config = config
         self.roles = frozenset(roles)
         self.new_weights_follow = new_weights_follow
         self.rollout_is_empty = False
-        """Whether the rollout has lost its weights to make room."""
+        """True if the rollout has discarded its weights to make room."""
         self.lock = threading.RLock()
         """Guards the engines and their weights, because stages of different roles may compute at the same time."""
         self.team = RolloutTeam()
         """The ranks whose devices the rollout engine spans."""
         self._rollout_has_devices = False
-        """Whether it was the rollout's turn last; the same on all ranks of the team."""
+        """True if it was the rollout's turn last; the same on all ranks of the team."""
         self._has_checked_memory = False
         self._models: dict[str, ModelEngine] = {}
         self._rollout: RolloutEngine | None = None
         self._reward_model: RewardEngine | None = None
 
     def inference(self, role: str) -> InferenceEngine:
-        """The engine of a role that has a model, ready for inference."""
+        """Returns the engine of a role that has a model, ready for inference."""
         from ratchet.rlhf.train.model_engine import WithoutAdapters
 
         owner = self.owner(role)
         return self.model(role) if owner == role else WithoutAdapters(self.model(owner))
 
     def model(self, role: str, *, learns: bool = False) -> ModelEngine:
-        """The engine of a role's own model, ready for inference, or with `learns` for training and loading."""
+        """Returns the engine of a role's own model, ready for inference, or with `learns` for training and loading."""
         with self.lock:
             self._check_memory()
             self._offload_others(role)
@@ -70,18 +70,21 @@ class Engines:
             return self._models[role]
 
     def follow_actor(self, role: str, share: float) -> None:
-        """Move a role's weights a share of the way to the actor's; all ranks must call it."""
+        """Moves a role's weights a share of the way to the actor's; all ranks must call it."""
         with self.lock:
             self.model(role).follow(self.state_of("actor"), share)
 
     def state_of(self, role: str) -> ModelEngine:
-        """The engine of a role's own model, whose state is read where it is: nothing moves."""
+        """Returns the engine of a role's own model for reading its state in place: nothing moves."""
         with self.lock:
             return self._models[role] if role in self._models else self.model(role)
 
     def rollout(self, *, generates: bool = True) -> RolloutEngine:
-        """The rollout engine, ready to generate, or without `generates` only for new weights. Where models take turns,
-        all ranks of a rollout team call this before its first rank may call it alone."""
+        """Returns the rollout engine, ready to generate, or without `generates` only for new weights.
+
+        If models take turns on the devices, all ranks of a rollout team call this before its first rank may call it
+        alone.
+        """
         from ratchet.rlhf.rollout.build import rollout_engine
 
         owner = self.owner("rollout")
@@ -96,7 +99,7 @@ class Engines:
             return self._rollout
 
     def reward_model(self) -> RewardEngine:
-        """The classifier of `reward.model`, ready to compute."""
+        """Returns the classifier of `reward.model`, ready to compute."""
         from ratchet.rlhf.train.reward_engine import RewardEngine
 
         chosen = self.config.reward.model
@@ -113,14 +116,14 @@ class Engines:
             return self._reward_model
 
     def forget(self, role: str) -> None:
-        """Drop a role's engine and a rollout that shares its tensors. They are rebuilt from the model's files."""
+        """Drops a role's engine and a rollout that shares its tensors. They are rebuilt from the model's files."""
         with self.lock:
             self._models.pop(role, None)
             if self.owner("rollout") == role:
                 self.end_rollout()
 
     def end_rollout(self) -> None:
-        """Close the rollout engine; the next use builds a new one."""
+        """Closes the rollout engine; the next use builds a new one."""
         with self.lock:
             if self._rollout is not None:
                 rollout, self._rollout = self._rollout, None
@@ -128,7 +131,7 @@ class Engines:
                 rollout.close()
 
     def owner(self, role: str) -> str:
-        """The role whose tensors a role uses; see `Role.shares_actor`."""
+        """Returns the role whose tensors a role uses; see `Role.shares_actor`."""
         return "actor" if "actor" in self.roles and ROLES[role].shares_actor(self.config) else role
 
     def _engines(self) -> dict[str, MovableEngine]:
@@ -136,7 +139,8 @@ class Engines:
         return {**self._models, **{role: engine for role, engine in optional.items() if engine is not None}}
 
     def _check_memory(self) -> None:
-        """Before the first model is loaded, check that vLLM fits beside those that will stay. Raises `UserError`."""
+        """Raises `UserError` if vLLM does not fit beside the models that will stay. Runs before the first model is
+        loaded."""
         import torch
 
         from ratchet.rlhf.rollout import device_memory

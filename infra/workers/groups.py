@@ -1,4 +1,4 @@
-"""Holds the worker groups of a driver: one in the driver's process, and one per pool."""
+"""The worker groups of a driver: one in the driver's process, and one per pool."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WorkerGroup(Protocol):
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
 
     def replicas(self) -> Sequence[Replica]:
-        """What generates alone: each process, or each rollout team."""
+        """Returns the units that generate independently: processes, or rollout teams."""
         ...
 
 
@@ -53,7 +53,7 @@ class Replica(Protocol):
         ...
 
     def handed(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """Call a method, and leave its result where it is: an argument for a call of another replica."""
+        """Calls a method and leaves its result where it is, to be passed to a call of another replica."""
         ...
 
 
@@ -61,7 +61,8 @@ class WorkerGroups:
     """The worker groups of all roles; pools start on first use."""
 
     def __init__(self, config: RunConfig, store: RunStore, identity: Callable[[], str]) -> None:
-        """`identity` identifies models, code and data: a driver reuses only matching workers of an earlier one."""
+        """Takes `identity`, which identifies models, code and data: a driver reuses only matching workers of an earlier
+        one."""
         self.config, self.store, self.identity = config, store, identity
         local_roles = [role for role in config.roles if config.pool_of(role) is None]
         self.local = LocalGroup(Worker(config, store, local_roles))
@@ -69,7 +70,7 @@ class WorkerGroups:
         self._lock = threading.Lock()
 
     def of(self, role: str | None) -> WorkerGroup:
-        """The group of a role; stages without a role (None) use the driver's process."""
+        """Returns the group of a role; stages without a role (None) use the driver's process."""
         pool = None if role is None else self.config.pool_of(role)
         if pool is None:
             return self.local
@@ -86,16 +87,18 @@ class WorkerGroups:
         return group
 
     def executor_of(self, role: str | None) -> str:
-        """The name of the executor on which a role's stages run, one at a time."""
+        """Returns the name of the executor on which a role's stages run, one at a time."""
         if role is None:
             return "host"
         pool = self.config.pool_of(role)
         if pool is not None:
             return f"pool {pool}"
         offload_when_idle = any(trainer.offload_when_idle for trainer in self.config.trainers.values())
+        # with `offload_when_idle` models take turns on the devices, so even a rollout in a process of its own must wait
+        # for its turn
         has_own_process = role == "rollout" and self.config.rollout.engine.own_process and not offload_when_idle
         return "rollout" if has_own_process else "driver"
 
     def close(self) -> None:
-        """End the processes of the local worker, which would outlive the driver."""
+        """Ends the processes of the local worker, which would outlive the driver."""
         self.local.worker.close()

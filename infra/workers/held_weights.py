@@ -18,7 +18,8 @@ class HeldWeights:
         self._held: dict[str, Weights] = {}
 
     def of(self, role: str) -> Weights | None:
-        """The version of a role's tensors. None: they have no version, because they are changing or were not loaded."""
+        """Returns the version of a role's tensors. None: they have no version, because they are changing or were not
+        loaded."""
         if role == "rollout":
             role = self._engines.owner(role)
             if role == "rollout" and self._engines.rollout_is_empty:
@@ -26,18 +27,18 @@ class HeldWeights:
         return self._held.get(role)
 
     def has(self, role: str, weights: Weights | None) -> bool:
-        """Whether the role holds these weights."""
+        """True if the role holds these weights."""
         return weights is not None and self.of(role) == weights
 
     def check(self, role: str, weights: Weights) -> None:
-        """Raise `WrongPolicyVersion` if the role holds other weights."""
+        """Raises `WrongPolicyVersion` if the role holds other weights."""
         if not self.has(role, weights):
             raise WrongPolicyVersion(role)
 
     def hold(self, role: str, weights: Weights) -> None:
-        """Label the role's tensors with a version."""
+        """Labels the role's tensors with a version."""
         self._held[role] = weights
 
     def lose(self, role: str) -> None:
-        """Forget the version of the role's tensors, which are about to change."""
+        """Forgets the version of the role's tensors, which are about to change."""
         self._held.pop(role, None)

@@ -1,4 +1,4 @@
-"""A group of one worker in the driver's own process: the default, which tests and the demo use."""
+"""A group of one worker in the driver's own process: the default, also for tests and the demo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LocalGroup:
         self.worker = worker
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """The method's result. Raises the worker's error."""
+        """Returns the method's result. Raises the worker's error."""
         try:
             return method(self.worker, *args, **kwargs)
         except RuntimeError as error:
@@ -34,7 +34,7 @@ class LocalGroup:
             raise
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Run the method now, since there is no other process to run it; the future is complete."""
+        """Runs the method now, since there is no other process to run it; the future is complete."""
         future: Future[R] = Future()
         future.set_result(self.call(method, *args, **kwargs))
         return future
@@ -44,9 +44,7 @@ class LocalGroup:
     def generate(
         self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
     ) -> list[Generated]:
-        """See `Worker.generate`."""
         return self.call(Worker.generate, weights, submitted, wait_s)
 
     def replicas(self) -> list[LocalGroup]:
-        """This process."""
         return [self]

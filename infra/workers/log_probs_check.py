@@ -1,4 +1,4 @@
-"""Compares the log-probs that inference servers return with the trainer's, before a run trains on them."""
+"""Compares the log-probs of inference servers with the trainer's, before a run trains on them."""
 
 from __future__ import annotations
 
@@ -25,24 +25,18 @@ SAME_MODEL = 0.5
 def check_log_probs(
     rollout: ServerRollout, actor: InferenceEngine, prompt_ids: Sequence[int], sampling: Sampling
 ) -> None:
-    """Check that the log-probs of every server match the trainer's, on one response per server.
+    """Checks that the log-probs of every server match the trainer's, on one response per server.
 
     Training needs the log-probs of the temperature-scaled logits before truncation. The kind of log-probs that a server
-    returns is fixed when the server starts and cannot be queried. The probe is therefore sampled so that the wrong kind
-    stands out: at temperature 2 if `sampling` has a temperature other than 1, and with a tiny `top_p` (the log-prob
-    after `top_p` is then 0) if `sampling` truncates.
-
-    Args:
-        rollout: the servers.
-        actor: the trainer's model.
-        prompt_ids: tokens of the probe's prompt.
-        sampling: how the run samples tokens.
+    returns is fixed when the server starts and cannot be queried, so the probe is sampled to expose the wrong kind.
 
     Raises:
         UserError: a server returns the wrong kind of log-probs, or those of another model.
         EngineLost: a server does not answer.
     """
     truncates = sampling.truncates
+    # After a tiny `top_p` the log-prob of the drawn token is 0; at temperature 2, log-probs of unscaled logits differ
+    # from those of scaled ones.
     if truncates:
         sampling, mode = replace(sampling, temperature=1.0, top_p=1e-6), "raw_logprobs"
     else:

@@ -1,9 +1,9 @@
 """A pool on Ray: processes with their own devices, which together hold the models of some roles.
 
 The processes are Ray actors, gang-scheduled by a placement group, and communicate through torch.distributed. Only
-references pass through Ray: each process reads a stage's inputs from the store, and rank 0 writes its outputs. On a
-Ray cluster that outlives the driver the actors are detached and named, so that the run's next driver finds them with
-their models loaded.
+references pass through Ray: each process reads a stage's inputs from the store, and rank 0 writes its outputs. On a Ray
+cluster that outlives the driver, the actors are detached and named, so that the run's next driver finds them with their
+models loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Location = tuple[str, tuple[str, ...]]
 TYPED = 0.001
 """The amount of a GPU type's resource that asks Ray for a machine with that type: Ray gives each machine 1 of it."""
 UNANIMOUS = (Worker.has_weights, Worker.is_saved, Worker.connect, Worker.is_connected, Worker.receive_weights)
-"""Methods whose answer is yes only if all ranks say yes."""
+"""Methods that return a true value only if all ranks do."""
 OPERATIONAL = {"train", "checkpoint", "validation", "tracking"}
 """Sections of the config that loaded models do not depend on."""
 
@@ -63,6 +63,7 @@ class RayWorker:
     def __init__(self, config: RunConfig, url: str, roles: Sequence[str], threads: int, identity: str) -> None:
         import torch
 
+        # the driver's number, because results on CPUs depend on it
         torch.set_num_threads(threads)
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each process only its own devices
         self.config, self.identity = config, identity
@@ -76,11 +77,11 @@ class RayWorker:
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 
     def alive(self) -> bool:
-        """True; an answer shows that the process is alive."""
+        """Returns True; any answer shows that the process is alive."""
         return True
 
     def open_rendezvous(self) -> str:
-        """Open the ranks' rendezvous on this machine, where this process is rank 0; returns its URL."""
+        """Opens the ranks' rendezvous on this machine, where this process becomes rank 0, and returns its URL."""
         import ray
 
         from ratchet.rlhf.distributed.rendezvous import Rendezvous
@@ -89,13 +90,13 @@ class RayWorker:
         return self.rendezvous.url
 
     def location(self) -> Location:
-        """This machine, and this process's GPUs on it."""
+        """Returns this machine, and this process's GPUs on it."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), tuple(sorted(map(str, ray.get_gpu_ids()), key=_gpu_order))
 
     def join(self, rank: int, count: int, team_size: int, rendezvous: str, timeout_s: float) -> None:
-        """Join the group of `count` ranks at the rendezvous, as this rank, and a rollout team; see `ranks.join`."""
+        """Joins the group of `count` ranks at the rendezvous as `rank`, and a rollout team; see `ranks.join`."""
         from ratchet.rlhf.distributed import ranks
         from ratchet.rlhf.rollout import rollout_team
 
@@ -105,11 +106,12 @@ class RayWorker:
         self.rank, self.ranks = rank, ranks.count()
 
     def serves(self) -> tuple[str, int, int]:
-        """The identity of models, code and data, the number of ranks (0 before they have joined), and this rank."""
+        """Returns the identity of models, code and data, the number of ranks (0 before they have joined), and this
+        rank."""
         return self.identity, self.ranks, self.rank
 
     def do(self, term: int, call: partial[Any]) -> tuple[bool, Any]:
-        """Run a call for a driver's term. Returns True and its result, or False and an error for the driver."""
+        """Runs a call for a driver's term. Returns True and its result, or False and an error for the driver."""
         self.busy += 1
         try:
             with self._fencing:  # a drop is done beside another call, which may be a newer driver's
@@ -147,18 +149,18 @@ class CallHandle(Generic[R]):
     pending: list[Any]
 
     def result(self) -> R:
-        """Wait for rank 0's answer. Raises the worker's error, or `GroupLost`."""
+        """Waits for rank 0's answer. Raises the worker's error, or `GroupLost`."""
         return self.group.await_answers(self.method, self.actors, self.pending)
 
 
 @dataclass(frozen=True)
 class Handed(Generic[R]):
-    """A result in Ray's object store, which another process reads there."""
+    """A result in Ray's object store, for another process to read there."""
 
     answer: Any
 
     def result(self) -> R:
-        """Wait for the result. Raises the worker's error."""
+        """Waits for the result. Raises the worker's error."""
         import ray
 
         succeeded, result = ray.get(self.answer)
@@ -174,24 +176,23 @@ class RayReplica:
 
     group: RayGroup
     team: range
-    """Its ranks."""
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method in this process. Raises the worker's error, or `GroupLost`."""
+        """Calls a method in this process. Raises the worker's error, or `GroupLost`."""
         return self.submit(method, *args, **kwargs).result()
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> CallHandle[R]:
-        """Call a method in this process, without waiting for its result."""
+        """Calls a method in this process, without waiting for its result."""
         return self.group.submit_to(self.team[0], method, *args, **kwargs)
 
     def generate(
         self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
     ) -> list[Generated]:
-        """See `Worker.generate`. Raises also `GroupLost`."""
+        """See `Worker.generate`. Also raises `GroupLost`."""
         return self.group.submit_generate(self.team, weights, submitted, wait_s).result()
 
     def handed(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Handed[R]:
-        """Call a method, and leave its result in Ray's object store."""
+        """Calls a method, and leaves its result in Ray's object store."""
         return Handed(self.submit(method, *args, **kwargs).pending[0])
 
 
@@ -199,8 +200,10 @@ class RayGroup:
     """The processes of one pool, started or found on first use."""
 
     def __init__(self, config: RunConfig, url: str, pool: str, threads: int, identity: str) -> None:
-        """`identity` identifies models, code and data outside the config; processes with another identity are ended."""
+        """Takes `identity`, which identifies models, code and data outside the config; processes with another identity
+        are ended."""
         self.config, self.name, self.threads = config, pool, threads
+        # Ray's processes may have another working folder
         self.url = f"file://{Path(url.removeprefix('file://')).resolve()}" if url.startswith("file://") else url
         self.identity = sha256_of(f"{identity}\n{_engines_of(config)}".encode())
         self.pool: PoolConfig = config.pools[pool]
@@ -214,15 +217,14 @@ class RayGroup:
 
     @property
     def ranks(self) -> int:
-        """Number of processes."""
         return self.pool.workers
 
     def call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method in all processes and return rank 0's answer. Raises the worker's error, or `GroupLost`."""
+        """Calls a method in all processes and returns rank 0's answer. Raises the worker's error, or `GroupLost`."""
         return self.submit(method, *args, **kwargs).result()
 
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> CallHandle[R]:
-        """Call a method in all processes, which handle calls in the order of submission."""
+        """Calls a method in all processes, which handle calls in the order of submission."""
         call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the remote process adds the worker
         with self._lock:  # calls that reach two ranks in different orders would deadlock
             actors = self._ready()
@@ -232,7 +234,7 @@ class RayGroup:
     def submit_to(
         self, rank: int, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> CallHandle[R]:
-        """Call a method in one process."""
+        """Calls a method in one process."""
         call = partial(method, *args, **kwargs)  # type: ignore[arg-type]  # the remote process adds the worker
         with self._lock:
             actors = self._ready()
@@ -241,7 +243,7 @@ class RayGroup:
     def submit_generate(
         self, team: range, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
     ) -> CallHandle[list[Generated]]:
-        """Let a rollout team generate; see `Worker.generate`. First all its ranks lend their devices to the engine."""
+        """Calls `Worker.generate` in a rollout team, after all its ranks have lent their devices to the engine."""
         lend = partial(Worker.lend_devices, weights=weights)
         generate = partial(Worker.generate, weights=weights, submitted=submitted, wait_s=wait_s)
         with self._lock:  # between the two no call may use the devices for other models
@@ -252,12 +254,12 @@ class RayGroup:
             return CallHandle(self, Worker.generate, actors, [_asked(actors[team[0]], self.term, generate), *lending])
 
     def replicas(self) -> list[RayReplica]:
-        """What generates alone: each process, or each rollout team."""
+        """Returns the units that generate independently: processes, or rollout teams."""
         size = self.team_size
         return [RayReplica(self, range(first, first + size)) for first in range(0, self.pool.workers, size)]
 
     def await_answers(self, method: Callable[..., R], actors: list[Any], pending: list[Any]) -> R:
-        """Wait for the answers of a call and return rank 0's.
+        """Waits for the answers of a call and returns rank 0's.
 
         Raises:
             GroupLost: a process died; the group is ended.
@@ -268,6 +270,7 @@ class RayGroup:
         try:
             answers = self._patiently(actors, pending)
         except ray.exceptions.RayError as error:
+            # when one process dies, another that cannot reach it may be the first to fail
             is_bug = isinstance(error, ray.exceptions.RayTaskError) and self._all_alive(actors)
             self._end_those(actors)  # the other processes may be waiting for the failed one
             if is_bug:
@@ -289,7 +292,7 @@ class RayGroup:
                 self.end()
 
     def end(self) -> None:
-        """End the processes; the next call starts new ones."""
+        """Ends the processes; the next call starts new ones."""
         import ray
 
         self._actors = []
@@ -301,17 +304,15 @@ class RayGroup:
             time.sleep(0.1)
 
     def _patiently(self, actors: list[Any], pending: list[Any]) -> list[Any]:
-        """Wait for the answers without a time limit, as long as every process answers `alive`.
-
-        If one process fails, others may wait for it forever in a collective. After `GRACE_S` the group is ended, and
-        only the failed answers are returned.
-        """
+        """Waits for the answers without a time limit, as long as every process answers `alive`. Returns only the failed
+        answers if others are missing."""
         import ray
 
         unanswered = pending
         while unanswered:
             ready, unanswered = ray.wait(unanswered, timeout=PATIENCE_S / 4)
             failed = [answer for answer in ray.get(ready) if not answer[0]]
+            # the others may wait for the failed process forever in a collective
             if failed and unanswered:
                 _, unanswered = ray.wait(unanswered, num_returns=len(unanswered), timeout=GRACE_S)
                 if unanswered:
@@ -319,11 +320,12 @@ class RayGroup:
                         self._end_those(actors)
                     return failed
             elif not ready:
+                # raises a `RayError` if a process is dead or hangs
                 ray.get([actor.alive.remote() for actor in actors], timeout=PATIENCE_S)
         return list(ray.get(pending))
 
     def _all_alive(self, actors: list[Any]) -> bool:
-        """Whether all processes answer. When one dies, another that cannot reach it may be the first to fail."""
+        """True if all processes answer."""
         import ray
 
         time.sleep(1.0)  # Ray needs a moment to notice a death
@@ -339,7 +341,7 @@ class RayGroup:
         return self._actors
 
     def _found(self) -> list[Any]:
-        """The processes of an earlier driver of this run, if all are alive and hold the same engines."""
+        """Returns the processes of an earlier driver of this run, if all are alive and hold the same engines."""
         import ray
 
         actors = []
@@ -360,6 +362,7 @@ class RayGroup:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        # on a Ray that outlives the driver, the next driver finds the processes
         lifetime = None if _started_here else "detached"
         pool, size = self.pool, self.team_size
         need = {"CPU": pool.cpus_per_worker, "GPU": pool.gpus_per_worker}
@@ -424,7 +427,7 @@ class RayGroup:
         return f"{self._place}/{number:06}"
 
     def _named(self) -> set[str]:
-        """The names of the pool's existing processes."""
+        """Returns the names of the pool's existing processes."""
         import ray
 
         existing = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
@@ -432,14 +435,11 @@ class RayGroup:
 
 
 def in_order(locations: Sequence[Location]) -> list[int]:
-    """Order processes by machine, and by GPU on a machine.
+    """Returns the number of each rank's process, ordered by machine, and by GPU on a machine.
 
-    Ranks that split matrices or sequences are adjacent, and talk in every layer: they should share a machine. The ranks
-    of a rollout team are adjacent, and always share one: where every machine has whole teams of processes, so do their
-    ranks. Ray places bundles in any order.
-
-    Returns:
-        The number of the process of each rank, in order of rank.
+    Ray places bundles in any order, but adjacent ranks should share a machine: those that split matrices or sequences
+    talk in every layer. The ranks of a rollout team are adjacent and always share one: where every machine has whole
+    teams of processes, so do their ranks.
     """
 
     def place(number: int) -> tuple[str, list[tuple[int, str]]]:
@@ -450,20 +450,20 @@ def in_order(locations: Sequence[Location]) -> list[int]:
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """Sorts numbers as numbers; UUIDs, all of one length, in a fixed order."""
+    """Returns a key that sorts numbers as numbers, and UUIDs, all of one length, in a fixed order."""
     return len(gpu), gpu
 
 
 def room_for(bundle: Mapping[str, float], machines: Iterable[Mapping[str, float]]) -> int:
-    """The largest number of bundles that fit on idle machines, each on one of them. Amounts are by Ray's name of the
-    resource; a bundle's are positive."""
-    return sum(
+    """Returns how many bundles fit on idle machines, each on one machine. Amounts are by Ray's name of the resource; a
+    bundle's are positive."""
+    return sum(  # 1e-6, because 0.3 / 0.1 is less than 3
         min(int(machine.get(name, 0) / amount + 1e-6) for name, amount in bundle.items()) for machine in machines
     )
 
 
 def _amounts(resources: Mapping[str, float], accelerator_type: str | None) -> str:
-    """CPUs and GPUs among Ray's resources in words, and whether they have GPUs of a type."""
+    """Formats CPUs and GPUs among Ray's resources, and the GPU type if one is asked for."""
     amounts = [_counted(resources[name], name) for name in ("CPU", "GPU") if name in resources]
     if accelerator_type is not None:
         is_there = resources.get(f"accelerator_type:{accelerator_type}", 0) > 0
@@ -484,7 +484,7 @@ def _asked(actor: Any, term: int, call: partial[Any]) -> Any:
 
 
 def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
-    """A subclass whose `alive`, `serves`, `is_saved` and `drop` answer while the process computes."""
+    """Returns a subclass whose `alive`, `serves`, `is_saved` and `drop` answer while the process computes."""
     import ray
 
     class Process(cls):  # type: ignore[misc, valid-type]
@@ -508,12 +508,12 @@ def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
 
 
 def _engines_of(config: RunConfig) -> dict[str, Any]:
-    """The config that loaded engines depend on."""
+    """Returns the config that loaded engines depend on."""
     return config.model_dump(mode="json", exclude=OPERATIONAL)
 
 
 def end_idle(config: RunConfig, url: str) -> bool:
-    """End the processes that a run's drivers left on a long-lived Ray; returns whether such a Ray exists."""
+    """Ends the processes that a run's drivers left on a long-lived Ray. Returns False if there is no such Ray."""
     if not config.pools or not connect_to_running():
         return False
     for pool in config.pools:
@@ -525,7 +525,7 @@ _started_here = False
 
 
 def connect() -> None:
-    """Connect to the Ray at RAY_ADDRESS or on this machine, or start one that ends with this process."""
+    """Connects to the Ray at RAY_ADDRESS or on this machine, or starts one that ends with this process."""
     global _started_here
     import ray
 
@@ -536,20 +536,18 @@ def connect() -> None:
 
 
 def connect_to_running() -> bool:
-    """Connect to the Ray at RAY_ADDRESS, or on this machine, unless this process has a Ray.
-
-    Returns:
-        Whether there is one.
+    """Connects to the Ray at RAY_ADDRESS or on this machine, unless this process has one. Returns False if there is
+    none.
 
     Raises:
-        UserError: none answers at RAY_ADDRESS.
+        UserError: no Ray answers at RAY_ADDRESS.
     """
     import ray
 
     if ray.is_initialized():
         return True
     address = os.environ.get("RAY_ADDRESS", "auto")
-    if address == "local":  # Ray's word for one of its own
+    if address == "local":  # Ray's word for a new instance
         return False
     try:
         ray.init(address=address, **QUIET)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """The settings of the processes that compute rewards."""
+    """The settings of the reward processes."""
 
     functions: Mapping[str, float]
     options: Mapping[str, Mapping[str, Any]]
@@ -61,9 +61,9 @@ class Resources:
     def environments(
         self, name: str, options: Mapping[str, Any], *, timeout_s: float, concurrency: int, on_error: OnError
     ) -> EnvironmentCalls:
-        """The environments that trajectories talk to; see `EnvironmentCalls`. Their class is loaded once, so that a
-        change of its file has no effect during a run."""
+        """Returns the environments of trajectories; see `EnvironmentCalls`."""
         key = json.dumps([name, options, timeout_s, concurrency, on_error], sort_keys=True)
+        # the class is loaded once, so that a change of its file has no effect during a run
         if key not in self._environments:
             self._environments[key] = EnvironmentCalls(
                 load_environment(name), options, timeout_s=timeout_s, concurrency=concurrency, on_error=on_error
@@ -80,8 +80,7 @@ class Resources:
         timeout_s: float,
         on_error: OnError,
     ) -> AgentCalls:
-        """The programs that call the policy; see `AgentCalls`. The function is loaded once, and the endpoint of this
-        process serves all of them."""
+        """Returns the programs that call the policy; see `AgentCalls`. All of them share this process's endpoint."""
         key = json.dumps([name, options, host, max_calls, timeout_s, on_error], sort_keys=True)
         if key not in self._agents:
             data, reward = self.config.data, self.config.reward
@@ -98,7 +97,7 @@ class Resources:
         return self._agents[key]
 
     def dataset(self, paths: Sequence[str]) -> PromptDataset:
-        """The prompts of some files; with `data.truncation: drop`, without overlong prompts."""
+        """Returns the prompts of some files; with `data.truncation: drop`, without overlong prompts."""
         key = tuple(paths)
         if key not in self._datasets:
             dataset, data = PromptDataset(key), self.config.data
@@ -112,13 +111,13 @@ class Resources:
         return self._datasets[key]
 
     def experts(self, paths: tuple[str, ...]) -> ExpertAnswers:
-        """The answers of experts in some files."""
+        """Returns the answers of experts in some files."""
         if paths not in self._experts:
             self._experts[paths] = ExpertAnswers(paths)
         return self._experts[paths]
 
     def rewards(self, settings: RewardSettings) -> RewardPool:
-        """The processes that compute rewards, restarted if the settings have changed."""
+        """Returns the reward processes, restarted if the settings have changed."""
         with self._lock:
             if self._rewards is None or self._rewards[0] != settings:
                 self._end_rewards()
@@ -135,7 +134,7 @@ class Resources:
             return self._rewards[1]
 
     def close(self) -> None:
-        """End the reward processes, and the endpoints that agents call."""
+        """Ends the reward processes, and the endpoints that agents call."""
         with self._lock:
             self._end_rewards()
         for gateway in self._gateways.values():

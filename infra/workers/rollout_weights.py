@@ -1,4 +1,4 @@
-"""New weights for a rollout that has its own copy of the actor: from the same process, from another one, or stored."""
+"""New weights for a rollout with its own copy of the actor: from the same process, another process, or the store."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ LINK_S = 1800.0
 
 
 class RolloutWeights:
-    """Gives new weights to the rollout of this process, or sends the actor's to rollouts of others. `Worker` describes
-    what the methods do that answer its calls."""
+    """Transfers of new weights to the rollout of this process, or of the actor's to rollouts of other processes.
+
+    Methods without a docstring answer calls of `Worker`, which describes them.
+    """
 
     def __init__(self, config: RunConfig, engines: Engines, resources: Resources, held: HeldWeights) -> None:
         self._config, self._engines, self._resources, self._held = config, engines, resources, held
         self._has_compared_server = False
         self._rendezvous: Rendezvous | None = None
         self._link: tuple[str, WeightLink] | None = None
-        """The connection for new weights between this process and others, and the URL of their rendezvous."""
+        """The link for new weights between this process and others, and the URL of their rendezvous."""
 
     def copy(self, weights: Weights) -> int | None:
         with self._engines.lock:
@@ -63,7 +65,7 @@ class RolloutWeights:
             return moved
 
     def load(self, weights: Weights, stored: StoredState | None) -> None:
-        """Load a checkpoint, or the initial weights if there is none."""
+        """Loads a checkpoint, or the initial weights if there is none."""
         self._held.lose("rollout")
         if stored is not None:
             self._load(stored.tensors(), stored.file("adapter_config.json"))
@@ -76,7 +78,7 @@ class RolloutWeights:
         self._held.hold("rollout", weights)
 
     def end(self) -> None:
-        """End the rollout engine; the next one starts with the initial weights."""
+        """Ends the rollout engine; the next one starts with the initial weights."""
         with self._engines.lock:
             self._held.lose("rollout")
             self._engines.end_rollout()
@@ -160,7 +162,7 @@ class RolloutWeights:
         return LINK_S if pool is None else self._config.pools[pool].timeout_s
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]], adapter_config: bytes | None) -> None:
-        """Load weights into a rollout in a different process from the actor."""
+        """Loads weights into a rollout in a different process from the actor."""
         rollout = self._engines.rollout(generates=False)
         self._engines.rollout_is_empty = False
         if not self._config.rollout.engine.outlives_runs or self._has_compared_server:
@@ -177,7 +179,7 @@ class RolloutWeights:
         self._compare_server(rollout, actor)
 
     def _compare_server(self, rollout: RolloutEngine, actor: InferenceEngine) -> None:
-        """Compare a server's log-probs with those of the actor, whose weights it has just loaded. Runs once."""
+        """Compares a server's log-probs with those of the actor, whose weights it has just loaded. Runs once."""
         if self._has_compared_server:
             return
         from ratchet.infra.workers.log_probs_check import check_log_probs
@@ -206,15 +208,16 @@ class RolloutWeights:
 
 @contextmanager
 def _to_the_end(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Take all tensors, whatever happens: they are gathered from, or sent by, processes that would wait for ever."""
+    """Consumes all tensors, even after an error."""
     try:
         yield tensors
     finally:
+        # otherwise the processes that gather or send the rest would wait forever
         deque(tensors, maxlen=0)
 
 
 def _own_address() -> str:
-    """This machine's address, for other processes of the run."""
+    """Returns this machine's address, for other processes of the run."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Tracks the shards that a worker is generating. The trajectories of all shards share the engine."""
+"""The shards that a worker is generating. The trajectories of all shards share the engine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ Generated = tuple[ShardKey, str]
 
 
 def newest(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Index the rows of a journal by trajectory id.
-
-    Replicas that share a restored shard each journal all of its trajectories, and have new tokens of some of them: the
-    row with the most tokens is the newest.
-    """
+    """Indexes the rows of a journal by trajectory id, keeping the newest row of each."""
     by_id: dict[str, Mapping[str, Any]] = {}
     for row in rows:
         other = by_id.setdefault(row["trajectory_id"], row)
+        # replicas that share a restored shard each journal all of its trajectories, but have new tokens of only some
         if _progress(row) > _progress(other):
             by_id[row["trajectory_id"]] = row
     return by_id
@@ -43,7 +40,7 @@ def _progress(row: Mapping[str, Any]) -> tuple[int, int, bool]:
 
 @dataclass(frozen=True)
 class Journaled:
-    """What an earlier process has generated of incomplete shards."""
+    """The trajectories and answers that an earlier process has generated for incomplete shards."""
 
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Rows of journals by trajectory id."""
@@ -70,7 +67,7 @@ JOURNAL = pa.schema(
 
 @dataclass
 class OpenShard:
-    """A shard some of whose trajectories are not complete."""
+    """A shard with incomplete trajectories."""
 
     context: Context[Any]
     start: ShardStart
@@ -79,31 +76,31 @@ class OpenShard:
 
 
 class Rollouts:
-    """The trajectories of one worker, by shard. A shard may be dropped by another thread than the one that generates,
-    at any time: whatever is still submitted of it is left out."""
+    """The trajectories of one worker, by shard. A shard may be dropped at any time, by another thread than the one that
+    generates; its submitted trajectories are then ignored."""
 
     def __init__(self, build: Callable[[RolloutEngine], Generator], log: Callable[[str, int], Recorder]) -> None:
-        """`build` makes the generator of an engine, and `log` what stores the answers that agents get in a stage of an
+        """Takes two factories: of an engine's generator, and of the recorder of agents' answers in a stage of an
         iteration."""
         self._build, self._log = build, log
         self._generator: Generator | None = None
         self._shards: dict[ShardKey, OpenShard] = {}
         self._owners: dict[int, ShardKey] = {}
-        """The shard of each trajectory that was submitted, by `id`."""
+        """The shard of each submitted trajectory, by `id`."""
         self._restored: list[Dialogue] = []
-        """Trajectories that were complete when they were submitted."""
+        """Trajectories that were already complete when they were submitted."""
         self._changing = threading.RLock()
         """Held while shards and owners change, and never while `wait` waits."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no shard is open."""
+        """True if no shard is open."""
         return not self._shards
 
     def begin(
         self, request: RowsCall[C, S], context: Context[C], journal: Journaled, *, records: bool
     ) -> tuple[tuple[str, ...], ...]:
-        """Open a shard, unless it is open; see `Worker.begin`. `journal` has what its trajectories already have."""
+        """Opens a shard, unless it is open; see `Worker.begin`. Trajectories continue from `journal`."""
         assert request.begin is not None
         if request.key not in self._shards:
             start = request.begin(context)
@@ -113,6 +110,7 @@ class Rollouts:
                 recorder = self._log(request.call.stage, request.call.iteration) if records else None
                 rules = replace(start.rules, recorder=recorder, recorded=journal.recorded)
                 start = replace(start, rules=rules)
+            # other environments cannot be brought back to the state after these turns: their trajectories start over
             elif environments is None or environments.replayable:
                 for name in by_id.keys() & journal.rows.keys():
                     by_id[name].restore(journal.rows[name])
@@ -124,7 +122,8 @@ class Rollouts:
     def submit(
         self, engine: RolloutEngine, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]]
     ) -> None:
-        """Start or continue trajectories of open shards with the weights that the engine has; see `Worker.generate`."""
+        """Starts or continues trajectories of open shards with the weights that the engine holds; see
+        `Worker.generate`."""
         generator = self._generator
         if generator is None:
             generator = self._generator = self._build(engine)
@@ -143,7 +142,7 @@ class Rollouts:
                 generator.submit(incomplete)
 
     def wait(self, timeout_s: float) -> list[Generated]:
-        """Wait until trajectories are complete; see `Generator.wait`."""
+        """Waits until trajectories are complete; see `Generator.wait`."""
         assert self._generator is not None
         generated: list[Generated] = []
         complete, self._restored = self._restored, []
@@ -162,8 +161,8 @@ class Rollouts:
         return generated
 
     def journal(self, iteration: int, stage: str) -> list[dict[str, Any]]:
-        """What the trajectories of a stage's open shards have so far, one row each; none for those without tokens, and
-        for those of agents, whose answers are stored one by one."""
+        """Returns one row for each trajectory with tokens in a stage's open shards. Agents' trajectories are left out,
+        because their answers are stored one by one."""
         with self._changing:
             shards = [
                 shard for (name, number, _), shard in self._shards.items() if (name, number) == (stage, iteration)
@@ -175,13 +174,16 @@ class Rollouts:
         return [dialogue.journaled() for dialogue in copies if dialogue.ids and dialogue.error is None]
 
     def take(self, key: ShardKey, names: Sequence[str]) -> list[Dialogue]:
-        """Give complete trajectories away, to the worker that writes their shard."""
+        """Hands complete trajectories to the worker that writes their shard."""
         complete = self._shards[key].complete
         return [complete[name] for name in names]
 
     def finish(self, key: ShardKey, others: Sequence[Dialogue]) -> Context[Any]:
-        """Close a shard whose trajectories are complete here, or with other workers (`others`). Returns the context of
-        its computation, with the trajectories in order."""
+        """Closes a shard whose trajectories are complete, here or with other workers (`others`).
+
+        Returns:
+            The context of the shard's computation, with the trajectories in order.
+        """
         shard = self._shards[key]
         complete = shard.complete | {dialogue.request.trajectory_id: dialogue for dialogue in others}
         shard.context.dialogues = [complete[name] for name in shard.by_id]
@@ -189,7 +191,7 @@ class Rollouts:
         return shard.context
 
     def drop(self, keys: Sequence[ShardKey]) -> None:
-        """Forget shards, and cancel what is not complete of them."""
+        """Forgets shards, and cancels their incomplete trajectories."""
         with self._changing:
             for key in keys:
                 if (shard := self._shards.pop(key, None)) is not None:
@@ -199,10 +201,9 @@ class Rollouts:
                         self._owners.pop(id(dialogue), None)
 
     def drop_all(self) -> None:
-        """Forget all shards."""
         self.drop(list(self._shards))
 
     def pause(self) -> None:
-        """Let the engine's requests end, so that its weights can change; see `Generator.pause`."""
+        """Ends the engine's requests, so that its weights can change; see `Generator.pause`."""
         if self._generator is not None:
             self._generator.pause()

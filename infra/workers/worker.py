@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from ratchet.rlhf.rollout.engine import RolloutEngine
 
 WAIT_S = 1.0
-"""Seconds for which a worker waits for a complete trajectory at most."""
+"""Longest time in seconds for which a worker waits for a complete trajectory."""
 
 
 class Worker:
-    """Answers the calls of one process: computes shards and updates, generates, and loads, moves and saves weights."""
+    """The worker of one process, which computes shards and updates, generates, and loads, moves and saves weights."""
 
     def __init__(self, config: RunConfig, store: RunStore, roles: Iterable[str] | None = None) -> None:
         if config.run.deterministic:
@@ -74,7 +74,7 @@ class Worker:
         self._inputs = CallInputs(store, self.resources)
         self._updated: dict[str, Updated] = {}
         self._computing = {role: threading.RLock() for role in (*self.roles, "rollout")}
-        """Each is held while a role computes, or while it loads other weights."""
+        """Locks by role, each held while the role computes or loads other weights."""
         self.rollouts = Rollouts(self._generator, self._call_log)
 
     @property
@@ -83,11 +83,12 @@ class Worker:
         return self.engines.roles
 
     def rows(self, requests: Sequence[RowsCall[C, S]]) -> list[ComputedShard[S]]:
-        """Compute shards of a stage and write them, without committing them; see `computed`."""
+        """Computes shards of a stage and writes them, without committing them; see `computed`."""
         outputs, seconds = self.computed(requests)
         is_writer = ranks.rank() == 0  # the other ranks hold the same rows
         return [
             ComputedShard(self._write(request, output) if is_writer else None, output.summary, seconds / len(outputs))
+            # fewer outputs if a shard is not finite
             for request, output in zip(requests, outputs, strict=False)
         ]
 
@@ -96,12 +97,12 @@ class Worker:
         return self.store.write_shard(call.iteration, call.stage, call.attempt, call.shard, output.batch.table)
 
     def computed(self, requests: Sequence[RowsCall[C, S]]) -> tuple[list[ShardOutput[S]], float]:
-        """Compute shards of a stage that need the same weights, without writing them. Their rows do not depend on which
-        shards are computed together.
+        """Computes shards of a stage that need the same weights, without writing them. The rows of a shard do not
+        depend on the other shards of the call.
 
         Returns:
             Rows and summary of each shard, and the compute time in seconds. If a shard is not finite, it and those
-            after it are left out, so that what is committed does not depend on it, either.
+            after it are left out.
 
         Raises:
             Fenced: a newer driver uses the worker.
@@ -133,17 +134,15 @@ class Worker:
             try:
                 outputs.append(self._output(request, context))
             except NotFinite:
+                # otherwise keep the shards before it, so that what is committed does not depend on the grouping, either
                 if not outputs:
                     raise
                 break
         return outputs
 
     def generated(self, requests: Sequence[RowsCall[C, S]]) -> Iterator[tuple[int, ShardOutput[S]]]:
-        """Compute shards of a stage that generates, all at the same time, with the weights that the rollout has.
-
-        Yields:
-            Number, rows and summary of each shard, in the order in which they become complete.
-        """
+        """Yields number, rows and summary of shards of a stage that generates, all at the same time, in order of
+        completion."""
         engine = self.engines.rollout()
         batches = [[request] for request in requests] if engine.in_batches else [requests]
         for batch in batches:
@@ -166,14 +165,10 @@ class Worker:
                 self.rollouts.drop(list(by_key))
 
     def begin(self, request: RowsCall[C, S], *, records: bool = True) -> tuple[tuple[str, ...], ...]:
-        """Open a shard of a stage that generates.
+        """Opens a shard of a stage that generates. Returns the ids of its trajectories, grouped by prompt.
 
         Args:
-            request: the call.
-            records: whether the answers that agents get are stored, so that a crash does not lose them.
-
-        Returns:
-            The ids of its trajectories, those of a prompt together.
+            records: store the answers that agents get, so that a crash does not lose them.
         """
         self.accept_term(request.call.term)
         call = request.call
@@ -184,8 +179,11 @@ class Worker:
         return CallLog(partial(self.store.write_calls, iteration, stage, self.term))
 
     def journal(self, iteration: int, stage: str, number: int) -> ShardRef | None:
-        """Write what a stage's open shards have generated so far; None if there is nothing. `number` distinguishes the
-        journals of this driver."""
+        """Writes the trajectories that a stage's open shards have so far; returns None without any.
+
+        Args:
+            number: distinguishes the journals of this driver.
+        """
         rows = self.rollouts.journal(iteration, stage)
         if not rows:
             return None
@@ -194,15 +192,15 @@ class Worker:
     def generate(
         self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
     ) -> list[Generated]:
-        """Start trajectories of open shards, and wait until any trajectory is complete.
+        """Starts trajectories of open shards, and waits until any trajectory is complete.
 
         Args:
             weights: weights of the rollout.
-            submitted: trajectory ids by shard; those that run already, or are complete, are left alone.
+            submitted: trajectory ids by shard; those already running or complete are left alone.
             wait_s: time limit in seconds.
 
         Returns:
-            The trajectories that are complete since the last call.
+            The trajectories completed since the last call.
 
         Raises:
             WrongPolicyVersion: the rollout does not hold these weights.
@@ -219,30 +217,33 @@ class Worker:
             raise
 
     def lend_devices(self, weights: Weights) -> None:
-        """Give the devices of a rollout team to its engine; collective. Then the team's first rank generates alone.
-        Nothing happens unless the rollout has these weights on all ranks: `generate` will refuse."""
+        """Gives the devices of a rollout team to its engine; collective. Afterwards the team's first rank generates
+        alone.
+
+        Does nothing unless the rollout holds these weights on all ranks; `generate` then refuses the call.
+        """
         if self.engines.team.agrees(self.has_weights("rollout", weights)):
             self.engines.rollout()
 
     def take(self, key: ShardKey, names: Sequence[str]) -> list[Dialogue]:
-        """The complete trajectories of a shard with these ids, for the worker that writes the shard."""
+        """Returns complete trajectories of a shard, for the worker that writes the shard."""
         return self.rollouts.take(key, names)
 
     def finish(self, request: RowsCall[C, S], others: Sequence[Pending[list[Dialogue]]] = ()) -> ComputedShard[S]:
-        """Compute and write a shard whose trajectories are complete, without committing it. `others` are the
-        trajectories that other workers have generated."""
+        """Computes and writes a complete shard, without committing it. `others` are the trajectories of other
+        workers."""
         started = time.perf_counter()
         elsewhere = [dialogue for pending in others for dialogue in pending.result()]
         output = self._output(request, self.rollouts.finish(request.key, elsewhere))
         return ComputedShard(self._write(request, output), output.summary, time.perf_counter() - started)
 
     def pause(self) -> None:
-        """Let the rollout's requests end, so that its weights can change. With `rollout.partial` they are interrupted;
-        otherwise the trajectories that are running are completed. `generate` continues."""
+        """Ends the rollout's requests, so that its weights can change. With `rollout.partial` they are interrupted;
+        otherwise running trajectories are completed first. `generate` resumes."""
         self.rollouts.pause()
 
     def drop(self, keys: Sequence[ShardKey]) -> None:
-        """Forget open shards, and cancel what is not complete of them."""
+        """Forgets open shards, and cancels their incomplete trajectories."""
         self.rollouts.drop(keys)
 
     def _output(self, request: RowsCall[C, S], context: Context[C]) -> ShardOutput[S]:
@@ -270,11 +271,9 @@ class Worker:
         return Generator(engine, self.resources.tokenizer, interruptible=self.config.rollout.partial)
 
     def update(self, request: UpdateCall[C]) -> Updated:
-        """Update a role from the call's weights to the next version. Repeating the call returns the finished result.
+        """Updates a role from the call's weights to the next version. Repeating the call returns the finished result.
 
-        Raises:
-            Fenced: a newer driver uses the worker.
-            WrongPolicyVersion: the role does not hold the weights of the call.
+        Raises `Fenced` and `WrongPolicyVersion` as `computed`.
         """
         role = request.call.role
         assert role in self.roles
@@ -285,6 +284,7 @@ class Worker:
         call = request.call
         self.accept_term(call.term)
         assert call.role is not None and call.weights is not None
+        # a driver that lost the answer asks again, when the role already holds the new weights
         done = self._updated.get(call.role)
         if done is not None and self._held.has(call.role, done.weights) and done.before == call.weights:
             return done
@@ -306,42 +306,37 @@ class Worker:
         return Context(call, batch, self.engines, self.resources, self._inputs.replayed(call))
 
     def has_weights(self, role: str, weights: Weights | None) -> bool:
-        """Whether the role holds these weights."""
+        """True if the role holds these weights."""
         return self._held.has(role, weights)
 
     def _new_weights_follow(self) -> bool:
-        """Whether the rollout, which makes room now, gets weights from this process's actor before it generates again.
-
-        So it is after the last shard of an iteration, whose update follows. If nothing was updated, the rollout gets
-        the same weights again, which is not worse than to have kept them.
-        """
+        """True if a rollout that makes room now gets weights from this process's actor before it generates again."""
         config = self.config
         is_fed_here = "actor" in self.roles and config.train.updates and config.model.lora is None
+        # No open shard means that the iteration's last shard is done, and its update follows. If nothing was updated,
+        # the rollout gets the same weights again, which costs no more than keeping them.
         return is_fed_here and config.rollout.mode == "sync" and self.rollouts.is_empty
 
     def rollout_is_actor(self) -> bool:
-        """Whether the rollout shares the actor's tensors."""
+        """True if the rollout shares the actor's tensors."""
         return self.engines.owner("rollout") == "actor"
 
     def copy_to_rollout(self, weights: Weights) -> int | None:
-        """Copy the actor's weights to the rollout of this process.
-
-        Returns:
-            Bytes that were moved; None: this worker's actor does not hold these weights.
-        """
+        """Copies the actor's weights to the rollout of this process. Returns the bytes moved; None: the actor has other
+        weights."""
         return self._rollout_weights.copy(weights)
 
     def open_rendezvous(self) -> str:
-        """Let rollouts of other processes connect to this worker; returns the URL. See `connect`."""
+        """Opens the rendezvous to which rollouts of other processes connect, and returns its URL; see `connect`."""
         return self._rollout_weights.open_rendezvous()
 
     def connect(self, url: str, count: int, *, sends: bool) -> bool:
-        """Connect the trainer, and all processes of the rollout, for transfers of weights; all must call it.
+        """Connects the trainer and all processes of the rollout for transfers of weights; all must call it.
 
         Args:
             url: from `open_rendezvous` on rank 0.
             count: number of members: rank 0 of the trainer, and all ranks of the rollout.
-            sends: whether this worker is the trainer.
+            sends: True for the trainer.
 
         Returns:
             False if a member cannot be reached.
@@ -349,23 +344,23 @@ class Worker:
         return self._rollout_weights.connect(url, count, sends=sends)
 
     def is_connected(self, url: str) -> bool:
-        """Whether `connect` was called for this rendezvous, and no transfer has failed since."""
+        """True if `connect` was called for this rendezvous, and no transfer has failed since."""
         return self._rollout_weights.is_connected(url)
 
     def send_weights(self, weights: Weights) -> int | None:
-        """Send the actor's weights over the link, while the rollout's processes call `receive_weights`.
+        """Sends the actor's weights over the link, while the rollout's processes call `receive_weights`.
 
-        Returns:
-            Bytes that were sent; None: the transfer failed, or the actor has other weights by now.
+        Returns the bytes sent; None: the transfer failed, or the actor holds other weights by now.
         """
         return self._rollout_weights.send(weights)
 
     def receive_weights(self, weights: Weights) -> bool:
-        """Receive the rollout's weights over the link; False if the transfer failed."""
+        """Receives the rollout's weights over the link; False if the transfer failed."""
         return self._rollout_weights.receive(weights)
 
     def load(self, role: str, weights: Weights, checkpoint: ObjectRef | None) -> None:
-        """Load a role's checkpoint, or its initial weights if `checkpoint` is None; it then holds `weights`."""
+        """Loads a role's checkpoint, or its initial weights if `checkpoint` is None, and labels the tensors with
+        `weights`."""
         stored = None if checkpoint is None else stored_state(self.store, self.store.checkpoint(checkpoint))
         if role == "rollout":
             self._rollout_weights.load(weights, stored)
@@ -374,42 +369,41 @@ class Worker:
             self._held.lose(role)
             if stored is not None:
                 self.engines.model(role, learns=True).load_state(stored)
-            elif self.engines.owner(role) == role:
+            elif self.engines.owner(role) == role:  # otherwise it has no tensors of its own to reset
                 self.engines.forget(role)
                 self.engines.model(role)
             self._held.hold(role, weights)
 
     def close(self) -> None:
-        """End the rollout engine and the reward processes."""
+        """Ends the rollout engine and the reward processes."""
         self._checkpoints.close()
         self.rollouts.drop_all()
         self._rollout_weights.end()
         self.resources.close()
 
     def mark_as_version(self, role: str, weights: Weights) -> None:
-        """Label the role's tensors with `weights`, after an update was skipped or replayed with different bits."""
+        """Labels the role's tensors with `weights`, after an update was skipped or replayed with different bits."""
         self._held.hold(role, weights)
 
     def begin_save(self, role: str) -> None:
-        """Copy a role's full state, and write this rank's share in the background."""
+        """Copies a role's full state, and writes this rank's share in the background."""
         weights = self._held.of(role)
         assert weights is not None, "a role in the middle of an update has no state to save"
         self._checkpoints.begin(role, weights, self.engines.state_of(role).state())
 
     def is_saved(self, role: str) -> bool:
-        """Whether this rank has written its share."""
+        """True if this rank has written its share."""
         return self._checkpoints.is_done(role)
 
     def finish_save(self, role: str) -> ObjectRef | None:
-        """Wait until all ranks have written their shares, and write the checkpoint's manifest.
+        """Waits until all ranks have written their shares, and writes the checkpoint's manifest.
 
-        Returns:
-            The manifest, on rank 0. None on other ranks, or if a process died since `begin_save`.
+        Returns the manifest on rank 0. None on other ranks, or if a process died since `begin_save`.
         """
         return self._checkpoints.finish(role)
 
     def accept_term(self, term: int) -> None:
-        """Serve this term from now on; raises `Fenced` if the worker serves a newer term."""
+        """Serves this term from now on. Raises `Fenced` if the worker serves a newer term."""
         if term < self.term:
             raise Fenced(f"a worker refused a call of term {term}: it serves term {self.term}")
         if term > self.term:

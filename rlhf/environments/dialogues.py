@@ -74,7 +74,17 @@ class Result:
 
 @dataclass
 class Dialogue:
-    """A trajectory that is being written. The lists have one entry per token of the response, except those of turns."""
+    """A trajectory that is being written. The lists have one entry per token of the response, except those of turns.
+
+    Example:
+        >>> from ratchet.rlhf.environments.dialogues import Dialogue
+        >>> from ratchet.rlhf.rollout.engine import Chunk, Request
+        >>> dialogue = Dialogue(Request("p0-s0", prompt_ids=(1, 2)), turn_starts=[0])
+        >>> dialogue.wrote(Chunk((5, 6), (-0.1, -0.2), "stop"), version=3)
+        >>> dialogue.heard([7])
+        >>> dialogue.ids, dialogue.mask, dialogue.turn_ends
+        ([5, 6, 7], [1, 1, 0], [2])
+    """
 
     request: Request
     """The prompt."""

@@ -1,4 +1,4 @@
-"""Check that this machine has the devices that a run asks for, before anything starts on them."""
+"""Checks that this machine has the devices that a run asks for, before anything starts on them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from ratchet.rlhf.config import RunConfig
 
 
 def check_devices(config: RunConfig) -> None:
-    """Check that this machine has the GPUs of a run's pools, or of its vLLM.
-
-    A Ray that runs already knows its machines: what pools ask of it is not checked here.
-
-    Raises:
-        UserError: GPUs are missing; a line for each mistake.
-    """
+    """Raises `UserError` if this machine lacks the GPUs of a run's pools, or of its vLLM."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -35,6 +29,7 @@ def _missing_gpus(config: RunConfig, gpus: int) -> list[str]:
         return []
     from ratchet.infra.workers.ray_group import connect_to_running
 
+    # a running Ray has machines of its own, and refuses pools that do not fit when they start
     if connect_to_running():
         return []
     if not gpus:

@@ -22,11 +22,7 @@ from ratchet.rlhf.rewards.registry import check_rewards
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Check everything that the config names. Prompts are tried once the rest is right.
-
-    Raises:
-        UserError: something is missing or unsuitable; a line for each mistake.
-    """
+    """Checks everything that the config names, and raises one `UserError` for all mistakes."""
     held_out = [] if config.validation.data is None else [config.validation.data]
     paths = (*config.data.train, *held_out)
     greedy = config.algorithm.advantage.type if config.needs_greedy_scores else None
@@ -49,6 +45,7 @@ def check_inputs(config: RunConfig) -> None:
     if config.reward.model is not None:
         check_reward_model(config.reward.model)
         load_tokenizer(config.reward.model, writes=False)
+    # prompts are tried once the rest is right
     check_files(
         paths,
         config.model,

@@ -8,13 +8,13 @@ from ratchet.rlhf.errors import UserError
 
 
 def refuse(mistakes: Iterable[str]) -> None:
-    """Raise `UserError` with a line for each mistake, if there are any."""
+    """Raises `UserError` with a line for each mistake, if there are any."""
     if lines := list(mistakes):
         raise UserError("\n".join(lines))
 
 
 def check_all(*checks: Callable[[], object]) -> None:
-    """Make all checks, each of which raises `UserError` if something is wrong; raise one `UserError` for all."""
+    """Runs all checks, each of which may raise `UserError`, and raises one `UserError` for all of them."""
     mistakes: dict[str, None] = {}
     for check in checks:
         try:

@@ -24,13 +24,13 @@ from ratchet.rlhf.models.model_folders import check_weights, model_folder
 from ratchet.rlhf.models.tokenizers import check_embeddings, load_tokenizer
 
 USUAL_HEADS = (32, 64, 96, 128, 256)
-"""Sizes of attention heads that vLLM supports everywhere: to ask it takes 10 to 25 s."""
+"""Sizes of attention heads that vLLM supports everywhere; asking it takes 10 to 25 s."""
 LONGEST_MASK = 32_768
 """Largest number of tokens in a row for which each rank may build a mask of all positions: it takes 1 GiB."""
 
 
 def check_models(config: RunConfig) -> None:
-    """Check the files of the models, their architectures, and that they can read the trajectories."""
+    """Checks the files and architectures of the models, and that they can read the trajectories."""
     for key, model in config.named_models.items():
         check_weights(model_folder(model, key), key)
         say_attention(model)
@@ -63,7 +63,7 @@ def _check_heads(config: RunConfig) -> None:
 
 
 def _check_heads_of_vllm(config: RunConfig) -> None:
-    """Refuse a model whose attention heads have a size that vLLM cannot compute without a GPU."""
+    """Refuses a model whose attention heads have a size that vLLM cannot compute without a GPU."""
     import torch
 
     pool = config.pool_of("rollout")
@@ -81,19 +81,19 @@ def _check_heads_of_vllm(config: RunConfig) -> None:
 
 @cache
 def vllm_supports_heads(size: int) -> bool:
-    """Ask the installed vLLM, without starting it, whether its attention on the CPU supports heads of a size. An answer
-    that cannot be read is yes: its start will say."""
+    """Asks the installed vLLM, in another process, whether its attention on the CPU supports heads of a size."""
     ask = (
         "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as backend\n"
         f"print(backend.supports_head_size({size}))"
     )
     note(f"asking vLLM whether it supports attention heads of {size} dimensions (10 to 25 s)")
     asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    # an unreadable answer counts as yes: vLLM's start will tell
     return asked.stdout.split()[-1:] != ["False"]
 
 
 def _check_packing(config: RunConfig, owner: str) -> None:
-    """Refuse long rows of several sequences where transformers needs a mask of all their positions."""
+    """Refuses long rows of several sequences where transformers needs a mask of all their positions."""
     from ratchet.rlhf.models.prefix_sharing import attention_kinds
 
     trainer = config.trainers[owner]
@@ -116,7 +116,7 @@ def _check_packing(config: RunConfig, owner: str) -> None:
 
 
 def _check_megatron(config: RunConfig, role: str) -> None:
-    """Check that Megatron can split a model as the trainer whose engine it has says."""
+    """Checks that Megatron can split a model in the way that its trainer's engine asks for."""
     from ratchet.rlhf.models.megatron_layout import Place, refusal
 
     owner, engine = ROLES[role].section, config.trainer_of(role).engine
@@ -127,7 +127,7 @@ def _check_megatron(config: RunConfig, role: str) -> None:
 
 
 def _check_vocabulary(config: RunConfig) -> None:
-    """Check that the teacher reads the policy's tokens as what they are."""
+    """Checks that the teacher has the policy's vocabulary."""
     if config.teacher is None:
         return
     own, other = (load_tokenizer(model).get_vocab() for model in (config.model, config.teacher))
@@ -139,11 +139,7 @@ def _check_vocabulary(config: RunConfig) -> None:
 
 
 def check_lengths(config: RunConfig) -> None:
-    """Check that the models can read a longest prompt with its longest response.
-
-    Raises:
-        UserError: one cannot; a line for each model.
-    """
+    """Raises `UserError` if a model cannot read a longest prompt with its longest response."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     models = [config.model_of(role) for role in config.readers]
     limits = {model.path: longest_sequence(model) for model in models}
@@ -157,7 +153,7 @@ def check_lengths(config: RunConfig) -> None:
 
 @cache
 def say_attention(model: ModelConfig) -> None:
-    """Report an attention implementation that differs from the config. Cached: once per process is enough."""
+    """Reports an attention implementation that differs from the config, once per process."""
     attention, reason = attention_of(model)
     if reason is not None:
         note(f"{model.path} is computed with {attention} attention, not {model.attention}: {reason}")

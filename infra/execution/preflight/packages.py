@@ -11,11 +11,8 @@ from ratchet.rlhf.config import RunConfig
 
 
 def check_packages(config: RunConfig) -> None:
-    """Check that what the config asks for is installed, has the GPUs that it needs, and is logged in.
-
-    Raises:
-        UserError: something is missing; a line for each package.
-    """
+    """Raises `UserError` if a package of the config is not installed, lacks a GPU that it needs, or is not logged
+    in."""
     engines = {trainer.engine.type: trainer.engine for trainer in config.trainers.values()}
     rollout = config.rollout.engine
     adapts = any(model.lora is not None for model in config.models.values())
@@ -31,7 +28,7 @@ def check_packages(config: RunConfig) -> None:
         ("tracking", bool(config.tracking), "accelerate", "tracking"),
     ):
         if key == "tracking" and any(mistake.startswith("tracking: ") for mistake in mistakes):
-            continue  # whose extras have it
+            continue  # their extras contain accelerate
         if asked and package is not None and package not in unusable and not is_installed(package):
             mistakes.append(f'{key} needs the package {package}: pip install "ratchet-rlhf[{extra}]"')
     if "wandb" in config.tracking and is_installed("wandb") and not has_login():
@@ -42,20 +39,20 @@ def check_packages(config: RunConfig) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
+    """True if a package can be imported."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of its parent
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def _without_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Packages that are useless in a process without a GPU, with the mistake. Megatron's workers in pools say so
-    themselves."""
+    """Yields packages that are useless in a process without a GPU, with the mistake."""
     import torch
 
     for role, trainer in config.trainers.items():
         engine = trainer.engine
+        # workers in pools report this themselves
         if engine.needs_gpu and engine.package and not config.pools and not torch.cuda.is_available():
             fix = f"{role}.engine {engine.type} needs a GPU, and there is none: set {role}.engine to fsdp"
             yield engine.package, fix

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 SOURCES = 8
 """Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
 AS_THEY_ARE = "{{ messages[-1]['content'] }}"
-"""The chat template that leaves a text as it is."""
+"""The chat template that leaves a text unchanged."""
 MANY_PROMPTS = 10_000
-"""Measuring the lengths of more prompts takes over two seconds, so the driver says that it does."""
+"""Number of prompts whose lengths take more than two seconds to measure, which the driver announces."""
 
 
 @cache  # called twice: by the command line before it starts Prefect, and by the driver before it claims
 def check_files(
     paths: tuple[str, ...], model: ModelConfig, data: DataConfig, reward: str, environment: str | None
 ) -> None:
-    """See `check_prompts`; reward and environment are JSON, because the arguments must be hashable."""
+    """See `check_prompts`. Reward and environment are JSON, because the arguments must be hashable."""
     section = None if environment is None else EnvironmentConfig.model_validate_json(environment)
     check_prompts(PromptDataset(paths), model, data, RewardConfig.model_validate_json(reward), section)
 
@@ -53,7 +53,7 @@ def check_prompts(
     reward: RewardConfig,
     environment: EnvironmentConfig | None,
 ) -> None:
-    """Check the prompts' lengths and ground truths, and try reward and environment on a row of each file.
+    """Checks the prompts' lengths and ground truths, and tries reward and environment on a row of each file.
 
     Raises:
         UserError: prompts are too long, lack the ground truth for a built-in reward, have a data source that `auto` has
@@ -105,21 +105,22 @@ class _Scan:
     """One pass over the prompts."""
 
     def __init__(self, data: DataConfig, reward: RewardConfig, readers: Sequence[PreTrainedTokenizerBase]) -> None:
-        """The first of the readers is the policy's tokenizer."""
+        """Takes the tokenizers of the models that read the prompts, the policy's first."""
         self.data, self.reward, self.readers = data, reward, readers
         self.problems: dict[str, str] = {}
         """The first problem of each kind and data source."""
         self.doubtful: dict[str, Prompt] = {}
-        """The first prompt of each data source that no response is right for, if its file begins with others."""
+        """The first prompt of each data source for which no response is right, unless the source's sample is such a
+        prompt."""
         self.texts = 0
         self.spelling = 0
-        """Prompts that spell special tokens."""
+        """Number of prompts that spell special tokens."""
         self.first_spelling = ""
         self.special: dict[str, None] = {}
         self._firsts: dict[str, dict[str, Prompt]] = {}
         """The first prompt of each data source, by file."""
         self._renders: dict[tuple[str, ...], bool] = {}
-        """Whether templates render conversations with these roles: they look at little else."""
+        """By roles of a conversation, True if templates render it: they look at little else."""
 
     @property
     def samples(self) -> list[Prompt]:
@@ -127,7 +128,7 @@ class _Scan:
         return [prompt for sources in self._firsts.values() for prompt in sources.values()]
 
     def look_at(self, prompt: Prompt) -> None:
-        """Note the mistakes of the next prompt."""
+        """Notes the mistakes of the next prompt."""
         data, tokenizer = self.data, self.readers[0]
         self.texts += prompt.is_text
         sources = self._firsts.setdefault(prompt.where.rpartition(",")[0], {})
@@ -144,7 +145,8 @@ class _Scan:
                 self.problems["length"] = str(error)
 
     def _check_truth(self, prompt: Prompt, first: Prompt | None) -> None:
-        """`first` is the sample of the prompt's data source, which is tried; None: there is none."""
+        """Notes a ground truth that the reward cannot use. `first` is the tried sample of the data source, if there is
+        one."""
         functions = self.reward.functions
         comparing = next((name for name in functions if name in COMPARING), None)
         if "auto" in functions and (problem := auto.problem_of(prompt.data_source, prompt.style)) is not None:
@@ -173,7 +175,7 @@ class _Scan:
         )
 
     def _is_rendered(self, prompt: Prompt) -> bool:
-        """Whether all chat templates accept the prompt's messages."""
+        """True if all chat templates accept the prompt's messages."""
         messages = prompt.after(self.data.system_prompt)
         roles = tuple(message["role"] for message in messages)
         if prompt.has_calls or roles not in self._renders:
@@ -191,12 +193,12 @@ class _Scan:
 
 
 def _has_unmarked_answer(ground_truth: str | None) -> bool:
-    """Whether a ground truth has several formulas, none of them in a box."""
+    """True if a ground truth has several formulas, none of them in a box."""
     return ground_truth is not None and boxed(ground_truth) is None and len(formulas_of(ground_truth)) > 1
 
 
 def check_metric(config: RunConfig) -> None:
-    """Refuse a `validation.metric` that no validation will report."""
+    """Refuses a `validation.metric` that no validation will report."""
     validation = config.validation
     if validation.metric is None or validation.data is None:
         return

@@ -27,12 +27,12 @@ def check_run(
     take_over: bool,
     accept_changes: bool,
 ) -> RunState:
-    """Check everything that may be wrong on the user's side. Writes nothing, and loads no model.
+    """Checks everything that may be wrong on the user's side. Writes nothing, and loads no model.
 
     Args:
         check: checks the committed stages of the open iteration.
-        take_over: whether another driver may be alive.
-        accept_changes: whether the run may continue with other data, another reward or another algorithm.
+        take_over: another driver may be alive.
+        accept_changes: the run may continue with other data, another reward or another algorithm.
 
     Returns:
         The run's state; its slot is -1 if the run does not exist.
@@ -63,7 +63,7 @@ def check_run(
 
 
 def other_averages(before: RunConfig, config: RunConfig, iteration: int) -> list[str]:
-    """Refuse a config in which other weights follow the actor than in the iterations that a run has with `before`."""
+    """Refuses a config in which other weights follow the actor than in the iterations that the run has."""
     return [
         f"{role.follow_key} can be set or removed only before the first iteration, because the average begins there: "
         "start a new run, or `ratchet fork RUN --at 0 --run NEW`"
@@ -75,8 +75,7 @@ def other_averages(before: RunConfig, config: RunConfig, iteration: int) -> list
 def _other_settings(
     claim: Claim, iteration: int, config: RunConfig, outside: OutsideInputs, *, can_continue: bool
 ) -> list[str]:
-    """Refuse a config that learns from something else than the run did. `can_continue` tells whether the open iteration
-    can continue with it."""
+    """Refuses a config that would learn from something else than the run did."""
     changed = differences(stored_config(claim.config, "the claim").learned_from(), config.learned_from())
     if claim.outside.get("dataset") == outside.digest("dataset"):  # other paths, the same prompts
         changed = [change for change in changed if not change.startswith("data.train ")]
@@ -91,8 +90,7 @@ def _other_settings(
 
 
 def say_what_changed(state: RunState, config: RunConfig) -> None:
-    """Report changed settings of a run that is not yet claimed with `config`: it may continue, but the user should
-    notice."""
+    """Reports changed settings of a run that may continue, before it is claimed with `config`."""
     if state.claim is None:
         return
     before = stored_config(state.claim.config, "the claim")

@@ -11,13 +11,12 @@ from urllib.parse import urlsplit
 SERVER = "https://api.forge.coreweave.com"
 """The default of wandb 0.31."""
 FORMER = "api.wandb.ai"
-"""The machine of older versions' default, whose logins serve that of today, too."""
+"""The server of older versions, whose logins also work for today's."""
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def has_login() -> bool:
-    """Whether there is an API key, in the environment, a settings file or a netrc file, or none is needed, because the
-    mode is not online."""
+    """True if an API key is found in the environment, a settings file or a netrc file, or the mode is not online."""
     settings = _settings()
     mode = os.environ.get("WANDB_MODE") or settings.get("mode") or "online"
     if mode != "online" or any(os.environ.get(name) for name in KEYS) or "api_key" in settings:
@@ -29,18 +28,18 @@ def has_login() -> bool:
 
 
 def _settings() -> dict[str, str]:
-    """The settings that `wandb login --host` and `wandb offline` write; the folder's settings override the user's."""
+    """Reads the settings that `wandb login --host` and `wandb offline` write; the folder's override the user's."""
     parser = configparser.ConfigParser(default_section="default", interpolation=None)
     user = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     try:
         parser.read([user / "settings", Path(os.environ.get("WANDB_DIR") or ".") / "wandb" / "settings"])
-    except configparser.Error:  # which wandb ignores, too
+    except configparser.Error:  # wandb ignores it, too
         return {}
     return dict(parser.defaults())
 
 
 def _has_key(machine: str) -> bool:
-    """Whether the netrc file that wandb reads, the first that exists, has a password for a server's host and port."""
+    """True if the netrc file that wandb reads, the first that exists, has a password for a server's host and port."""
     files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
     paths = [Path(file).expanduser() for file in files]
     try:
