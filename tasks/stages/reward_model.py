@@ -1,4 +1,4 @@
-"""reward_model: the reward model's score of every response, or of each of its steps."""
+"""reward_model: scores every response, or each of its steps, with the reward model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ratchet.tasks.stage import RowsStage
 
 
 class ContentConfig(StageConfig):
-    """How contents become tokens."""
+    """The settings that turn message contents into tokens."""
 
     section = "data"
     special_tokens: str = key("special_tokens")
@@ -39,10 +39,10 @@ def reward_model(context: Context[RewardModelStageConfig]) -> ShardOutput[ShardS
 
 
 def model_scores(context: Context[C], config: RewardModelStageConfig, batch: TrajectoryBatch) -> dict[str, list[Any]]:
-    """Score the responses of a batch with the reward model.
+    """Scores the responses of a batch with the reward model.
 
     Args:
-        context: Gives the reward model and the policy's tokenizer.
+        context: Context with the reward model and the policy's tokenizer.
         config: The section `reward.model`.
         batch: Trajectories with the columns in `REWARD_MODEL.reads`.
 
@@ -68,6 +68,7 @@ def model_scores(context: Context[C], config: RewardModelStageConfig, batch: Tra
         by_model = np.flatnonzero(mask)
         lengths = text_lengths(ids, context.resources.tokenizer)
         for step in row_steps:
+            # a step ends at a character of the text: find the model's last token up to it
             end = np.searchsorted(lengths, step.end)
             last = int(np.searchsorted(by_model, end, side="right")) - 1
             scores[by_model[max(last, 0)]] += step.score / len(row_steps)
@@ -76,14 +77,14 @@ def model_scores(context: Context[C], config: RewardModelStageConfig, batch: Tra
 
 
 def is_complete(batch: TrajectoryBatch) -> np.ndarray:
-    """Which trajectories no environment's failure ended, as bools of shape (batch,)."""
+    """Returns False for trajectories that a failure of the environment ended, shape (batch,)."""
     if "rollout_error" not in batch:
         return np.ones(len(batch), dtype=bool)
     return np.array([error is None for error in batch.list("rollout_error")], dtype=bool)
 
 
 def _spread(given: dict[str, list[Any]], batch: TrajectoryBatch, complete: np.ndarray) -> dict[str, list[Any]]:
-    """The columns for a whole batch from those of its `complete` trajectories; 0 for the others."""
+    """Extends the columns of the `complete` trajectories to a whole batch, with 0 for the others."""
     token_scores: list[Any] = [None] * len(batch)
     response_scores = [0.0] * len(batch)
     of_complete = zip(given["model_score"], given["model_token_scores"], strict=True)
