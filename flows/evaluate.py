@@ -80,5 +80,6 @@ def _answers(config: RunConfig, iteration: int, worker: Worker) -> pd.DataFrame:
     for shard, output in worker.generated(requests):
         frames[shard] = output.batch.table.to_pandas(maps_as_pydicts="strict")
         report(StageProgress(iteration=iteration, stage="evaluate", done=len(frames), total=shards))
+    # shards complete in any order
     answers: pd.DataFrame = pd.concat([frames[shard] for shard in range(shards)], ignore_index=True)
     return answers
