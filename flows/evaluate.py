@@ -46,6 +46,7 @@ def evaluate(config: RunConfig, iteration: int = 0, overrides: Sequence[Override
 
 @recorded_task("answer", "answer")
 def answer(config: RunConfig, iteration: int) -> pd.DataFrame:
+    # nothing is committed: the rows stay in memory
     worker = Worker(config, RunStore(ObjectStore("memory://evaluate")), ["rollout"])
     try:
         return _answers(config, iteration, worker)

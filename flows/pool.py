@@ -85,6 +85,7 @@ class Pool:
                 tags=[TAG, config.run.name],
             )
         )
+        # the key admits no second flow run, so the one that has ended starts again
         if flow_run.state is not None and flow_run.state.is_final():
             again: State[None] = AwaitingRetry()
             self._answer(lambda: client.set_flow_run_state(flow_run.id, again, force=True))

@@ -212,6 +212,7 @@ def split(round_: Relabel, pairs: Pairs, labels: Labels) -> Split:
     sides = [[row for place in places for row in by_prompt[prompts[place]]] for places in _cut(list(order), held_out)]
     more = [_preference(*next(both), next(both)[1]) for url in round_.also for both in _pairs(url)]
     compared = {json.dumps(row["prompt"]) for row in sides[0]}
+    # no pair of a held-out prompt may be learned from
     kept = [row for row in more if json.dumps(row["prompt"]) not in compared]
     for name, rows in ((HELD_OUT, sides[0]), (TRAIN, [*sides[1], *kept])):
         content = parquet_bytes(pa.Table.from_pylist(rows, PREFERENCES))

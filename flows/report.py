@@ -119,6 +119,7 @@ def _sample(frame: pd.DataFrame, tokens: int) -> pd.DataFrame:
     ordered = frame.sort_values(["iteration", "score", "trajectory_id"], ascending=[False, False, True])
     kept: list[int] = []
     for rows in ordered.groupby("iteration", sort=False).indices.values():
+        # at least the best and the worst
         chosen = np.linspace(0, len(rows) - 1, min(len(rows), max(rows_per_iteration, 2))).round().astype(int)
         kept += [int(rows[index]) for index in chosen]
     return ordered.iloc[kept]

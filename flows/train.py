@@ -57,6 +57,7 @@ def train(
     """
     config = config.with_values({}, overrides)
     if new_run:
+        # a flow run that Prefect starts again keeps its id, and so resumes its own run
         config = config.with_values({"run.name": f"{config.run.name}-{flow_run.id[:8]}"})
     config = with_iterations(config)
     try:
@@ -94,6 +95,7 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
                 metrics = _iteration(config, k)
             track(k, metrics)
             scores |= Run(driver.store).deciding_scores(k)
+        # iterations validate before they train, so the last weights are still to be validated
         if config.validation.data is not None:
             with shown(config.run.name):
                 validated = start(driver, VALIDATE, driver.state.iteration, {})

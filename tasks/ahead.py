@@ -44,11 +44,13 @@ def generations(driver: Driver, k: int) -> StageHandle | None:
     )
     before: StageHandle | None = None
     for j in iterations:
+        # generations that failed ahead of their iteration start again
         if j not in rollout.started or rollout.started[j].failed:
             after = None if before is None else before.all_begun if overlap else before.manifest
             lane = f" {j % (config.rollout.ahead + 1)}" if overlap else ""
             rollout.started[j] = start(driver, GENERATE, j, {}, after=after, ahead=j > k, lane=lane)
         before = rollout.started[j]
+    # from here on, `finish` waits for it and raises its errors
     handle = rollout.started.pop(k)
     driver.executors.adopt(handle)
     return handle

@@ -181,6 +181,7 @@ def _of_iteration(driver: Driver, store: RunStore, url: str, iteration: int, n: 
         groups += [
             Experience(row, prompt_id, shard, f"{name} {iteration}")
             for (prompt_id, row), count in answers.items()
+            # fewer answers would not fill a group
             if count >= n and dataset.has_row(row)
         ]
     return groups

@@ -51,6 +51,7 @@ def fit(fitting: Fitting, job: Fit) -> dict[str, float]:
     metrics: dict[str, float] = {}
     while job.engine.steps < job.steps:
         metrics = one_round(fitting.round)
+    # all rounds were committed before: only the folder may be missing
     metrics = metrics or _last_metrics(fitting)
     _write(job, metrics)
     return metrics

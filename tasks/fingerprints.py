@@ -43,6 +43,7 @@ def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping
     """
     parts: dict[str, Any] = {"stage": stage.name, "version": stage.version, "iteration": iteration}
     if isinstance(stage, UpdateStage) and driver.config.run.deterministic:
+        # read by `restore.explained`: only then must a replay on a GPU give the same bits
         parts["deterministic"] = True
     parts |= {f"input.{name}": handle.manifest().digest for name, handle in inputs.items()}
     if stage.role is not None and stage.role not in UNVERSIONED:

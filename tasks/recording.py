@@ -89,6 +89,7 @@ def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
     try:
         result = record()
     except (Exception, Abort) as error:  # Abort: the server rejects a state, perhaps because it knows it already
+        # an error of the computation, not of Prefect
         if error is ending.error or isinstance(error, RatchetError):
             raise
         _report_failure(error, time.monotonic() - began - ending.seconds)

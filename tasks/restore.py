@@ -48,6 +48,7 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
             does not allow that.
     """
     store, group = driver.store, driver.groups.of(role)
+    # a rollout that shares the actor's tensors is restored as the actor
     if role == "rollout" and not group.call(Worker.rollout_is_actor):
         return _restore_copy(driver, group, weights)
     role = WEIGHTS_OF.get(role, role)
@@ -83,6 +84,7 @@ def _from_elsewhere(driver: Driver, group: WorkerGroup, weights: Weights) -> int
 
     They come from the workers that train the actor, or from a snapshot if these workers have moved on.
     """
+    # again if the actor was updated meanwhile
     while (moved := _sent_or_loaded(driver, group, weights)) is None:
         pass
     return moved

@@ -60,6 +60,7 @@ def start(
         if after is not None:
             after()
         for name, source in inputs.items():
+            # both calls wait: for the first shard, or for the whole stage
             if stage.reads_shard_of(name):
                 source.shards()
             else:

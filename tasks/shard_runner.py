@@ -89,6 +89,7 @@ def run_rows(
     journal = store.journal(iteration, stage.name)
     store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
     store.delete_journal(journal)
+    # the committed rows replace the recorded answers
     if stage.begin is not None and driver.config.rollout.agent is not None:
         store.delete_calls(iteration, stage.name)
     # what dynamic sampling drew and does not need
@@ -201,6 +202,7 @@ def _generated(
                     _assign(driver, stage, job.iteration, pending[0])
                     generation.open(job.request(pending.popleft()))
             if not pending:
+                # the generations of the next iteration may join
                 job.handle.no_more_to_begin()
             if not generation.requests:
                 return

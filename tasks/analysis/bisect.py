@@ -93,6 +93,7 @@ def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[R
         **dict.fromkeys(("reward.model", "reward.judge")),
         "reward.function": reward,
         "reward.options": {},
+        # score in this process
         "pools": {},
         "placement": "colocated",
     }

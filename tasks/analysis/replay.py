@@ -54,7 +54,9 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         )
     consent.require(run.config)
     manifests, began = store.manifests(iteration), state_before(store, iteration, ())
-    driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)  # without a claim
+    driver = Driver(
+        run.config.as_committed({"pools": {}, "placement": "colocated"}), store
+    )  # in this process, without a claim
     for stage in STAGES:
         commit = committed.get(stage.name)
         if commit is None or isinstance(commit, Skip):

@@ -103,6 +103,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     metrics["actor/loss_tokens_share"] = float(loss_mask.sum() / mask.sum())
     prompt_tokens, response_tokens = batch.lengths("prompt_ids").sum(), mask.sum()
     metrics |= {"perf/prompt_tokens": float(prompt_tokens), "perf/response_tokens": float(response_tokens)}
+    # all tokens if none is learned from, so that the metrics have values
     learned = mask if not teaches.any() else mask * teaches[:, None]
     own = ~by_expert
     metrics |= _metrics(

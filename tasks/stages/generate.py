@@ -217,6 +217,7 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
         seeds=drawing.seeds,
     )
     rows = dict(zip(numbers, drawn, strict=True))
+    # prompts that are drawn with their answers replace others
     rows |= {number: dataset.index_of(experience.row) for number, experience in context.call.replayed.items()}
     return Prompts(dataset, list(rows.items()), config.prompt, config.n, sampling, config.environment, config.agent)
 
@@ -322,6 +323,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
         _check_errors(context.call, dialogues, prompts.partner)
     columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
     for place, trajectory in enumerate(dialogues):
+        # trajectories are in the order of the prompts, `n` of each
         number, row = prompts.rows[place // prompts.n]
         prompt = prompts.dataset[row]
         text, ids = _encoded(context, prompts, row)

@@ -71,6 +71,7 @@ def model_scores(context: Context[C], config: RewardModelStageConfig, batch: Tra
             # a step ends at a character of the text: find the model's last token up to it
             end = np.searchsorted(lengths, step.end)
             last = int(np.searchsorted(by_model, end, side="right")) - 1
+            # divided, so that the score of the response is the mean of its steps
             scores[by_model[max(last, 0)]] += step.score / len(row_steps)
         token_scores.append(scores)
     return {"model_score": [float(scores.sum()) for scores in token_scores], "model_token_scores": token_scores}

@@ -148,6 +148,7 @@ def scores(
         for row, (model_score, steps) in enumerate(zip(given["model_score"], given["model_token_scores"], strict=True)):
             more[row]["model"] = model_score
             if steps is not None:
+                # a trajectory whose reward function failed scores 0 in all
                 factor = weight if rewards[row].error is None else 0
                 token_scores[row] = np.multiply(steps, factor, dtype=np.float32)
     for row, given_reward in enumerate(batch.list("environment_reward") if "environment_reward" in batch else ()):
