@@ -23,11 +23,9 @@ from ratchet.tasks.stages.generate import GENERATE
 
 
 def generations(driver: Driver, k: int) -> StageHandle | None:
-    """Starts generating for iteration `k`, and for later iterations if the mode allows it.
+    """Starts generating for iteration `k`, and for later iterations if the mode allows it; returns the handle of `k`.
 
-    Returns:
-        The handle of iteration `k`'s generations. None if an earlier driver gave the iteration up before it had
-        generated; no later iteration starts then.
+    Returns None, and starts no later iteration, if an earlier driver gave `k` up before it had generated.
     """
     rollout, config, store = driver.rollout, driver.config, driver.store
     if is_given_up(driver, k) and store.committed_stage(k, "generate") is None:

@@ -19,10 +19,9 @@ READERS = 8
 
 
 def solve_rates(driver: Driver, iteration: int, curriculum: CurriculumConfig) -> dict[int, float]:
-    """Returns the share of each prompt's trajectories that solved it, when it was last drawn.
+    """Returns the share of each prompt's trajectories that solved it when it was last drawn, by row of the dataset.
 
-    Returns:
-        Rates by row of the dataset, for the prompts that iterations within the window drew.
+    Only prompts that iterations within the window drew have a rate.
     """
     end = iteration - curriculum.lag + 1
     iterations = range(max(0, end - curriculum.window), max(0, end))

@@ -37,8 +37,7 @@ def replayed_prompts(share: float, prompts: int) -> int:
 def check_experience(driver: Driver) -> None:
     """Checks that the runs of `data.replay` exist and drew from the same prompts, and that its files have answers.
 
-    Raises:
-        UserError: One of them does not.
+    Raises `UserError` if one of them does not.
     """
     replay = driver.config.data.replay
     if replay is not None and replay.files is not None:

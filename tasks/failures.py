@@ -20,9 +20,7 @@ class Failure:
     """A kind of failure of trajectories."""
 
     metric: str
-    """The metric that counts the failed trajectories."""
     column: str
-    """The column with the error."""
     what: str | None
     """The part that failed; None: the environment or the agent, by the config."""
 

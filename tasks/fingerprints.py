@@ -23,10 +23,8 @@ UNVERSIONED = {"reward"}
 
 
 def weights_for(driver: Driver, stage: Stage, iteration: int, shard: int = 0) -> Weights | None:
-    """Returns the weights that a shard is computed with.
-
-    Returns:
-        The weights, for an update those before it; None if the stage has no versioned model.
+    """Returns the weights that a shard is computed with, for an update those before it; None without a versioned
+    model.
     """
     if stage.role is None or stage.role in UNVERSIONED:
         return None
@@ -37,10 +35,7 @@ def weights_for(driver: Driver, stage: Stage, iteration: int, shard: int = 0) ->
 
 
 def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping[str, StageHandle]) -> Fingerprint:
-    """Returns everything that a stage depends on except its config.
-
-    Its inputs must be committed.
-    """
+    """Returns everything that a stage depends on except its config. Its inputs must be committed."""
     parts: dict[str, Any] = {"stage": stage.name, "version": stage.version, "iteration": iteration}
     if isinstance(stage, UpdateStage) and driver.config.run.deterministic:
         # read by `restore.explained`: only then must a replay on a GPU give the same bits
@@ -123,9 +118,8 @@ def _of_inputs(then: set[str], now: set[str]) -> list[str]:
 def check_open_iteration(driver: Driver) -> None:
     """Checks, before a claim, that the open iteration and those ahead of it are valid under the driver's config.
 
-    Raises:
-        UserError: A change of config, data or code invalidates a committed stage or shard, the runs of `data.replay`
-            do not fit, or the run has more iterations than the config asks for.
+    Raises `UserError` if a change of config, data or code invalidates a committed stage or shard, if the runs of
+    `data.replay` do not fit, or if the run has more iterations than the config asks for.
     """
     done, config = driver.state.iteration, driver.config
     # the claim would record this config for a run that it trained nothing of
@@ -181,17 +175,13 @@ def _check_staleness(driver: Driver, iteration: int, place: RunState | Ahead) ->
 
 
 def check_unchanged(driver: Driver, stage: Stage, manifest: Manifest) -> None:
-    """Checks that a committed stage is valid under the driver's config.
-
-    Raises:
-        UserError: Config, data or code have changed.
-    """
+    """Raises `UserError` if config, data or code have changed since a stage was committed."""
     if changes := changes_since(driver, stage, manifest):
         raise changed(driver, stage.name, manifest.iteration, changes)
 
 
 def changed(driver: Driver, stage: str, iteration: int, changes: list[str]) -> UserError:
-    """Returns the error for a committed stage that is not valid under the current config, data or code."""
+    """Returns the error for a committed stage that is not valid any more."""
     opened = driver.state.iteration  # a fork drops the iterations ahead of the open one
     at = f"{iteration}:{stage}" if iteration <= opened else f"{opened}:update_actor"
     run = driver.store.url.rpartition("/")[2]  # for a fork, the name of its parent

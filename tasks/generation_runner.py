@@ -26,7 +26,6 @@ class GenerationRunner(Generic[C, S]):
         self.driver, self.iteration, self.stage = driver, iteration, stage
         self.replicas = _replicas(driver)
         self.requests: dict[ShardKey, RowsCall[C, S]] = {}
-        """The open shards."""
         self._reports: Reports = SimpleQueue()
         self._journaled = time.monotonic()
 

@@ -47,18 +47,14 @@ def optimizer_steps(
 ) -> OptimizerPlan:
     """Splits the trajectories into shuffled mini-batches.
 
-    Each epoch covers all trajectories with a token in the losses, in a new order.
+    Each epoch covers all trajectories with a token in the losses, in a new order. Without any, the plan has no steps.
 
     Args:
         context: Context of the update, with the column `loss_mask`.
         trainer: The section `actor` or `critic`.
-        seed: The run's seed.
         temperature: Temperature of the log-probs.
         skipped: Number of first iterations in which this role did not learn; its learning-rate schedule does not
             count them.
-
-    Returns:
-        The plan; without optimizer steps if no token is in the losses.
     """
     rows = np.flatnonzero([sum(mask) > 0 for mask in context.batch.list("loss_mask")])
     trajectories = trajectory_index(context.batch)
@@ -89,13 +85,9 @@ def optimizer_steps(
 
 
 def updated(context: Context[C], batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
-    """Takes the optimizer steps of a plan.
+    """Takes the optimizer steps of a plan; returns the engine's metrics, the learning rate, and the MFU if it is known.
 
-    Returns:
-        The engine's metrics, the learning rate, and the model FLOPs utilization where the device's peak is known.
-
-    Raises:
-        NotFinite: The norm of a gradient is not finite.
+    Raises `NotFinite` if the norm of a gradient is not finite.
     """
     role, trainer = context.call.role, context.trainer
     started = time.perf_counter()

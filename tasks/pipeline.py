@@ -50,10 +50,8 @@ STAGES: tuple[Stage, ...] = (
 
 
 def stage_named(name: str) -> Stage:
-    """Returns the stage with this name.
-
-    Raises:
-        UserError: This installation has no such stage; another installation computed the run.
+    """Returns the stage with this name. Raises `UserError` if another installation computed the run and had the
+    stage.
     """
     for stage in STAGES:
         if stage.name == name:

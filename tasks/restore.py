@@ -30,11 +30,7 @@ class ReplayMismatch(Corrupt):
 
 
 def ensure_weights(driver: Driver, role: str, weights: Weights) -> None:
-    """Restores the weights of a role on its workers, unless they hold them already.
-
-    Raises:
-        ReplayMismatch: See `restore`.
-    """
+    """Restores the weights of a role on its workers, unless they hold them already. Raises like `restore`."""
     with driver.restoring:
         if not driver.groups.of(role).call(Worker.has_weights, role, weights):
             restore(driver, role, weights)
@@ -43,9 +39,8 @@ def ensure_weights(driver: Driver, role: str, weights: Weights) -> None:
 def restore(driver: Driver, role: str, weights: Weights) -> None:
     """Loads a snapshot on the workers of a role, and replays the updates after it.
 
-    Raises:
-        ReplayMismatch: A replayed update fails, or produces different weights and `checkpoint.on_replay_mismatch`
-            does not allow that.
+    Raises `ReplayMismatch` if a replayed update fails, or produces different weights and
+    `checkpoint.on_replay_mismatch` does not allow that.
     """
     store, group = driver.store, driver.groups.of(role)
     # a rollout that shares the actor's tensors is restored as the actor

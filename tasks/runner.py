@@ -50,9 +50,6 @@ def start(
         after: Returns once the stage may start; used for generations of later iterations.
         ahead: True for a generation of a later iteration.
         lane: Stages in different lanes of the same executor run at the same time.
-
-    Returns:
-        The handle through which other stages read this one.
     """
     inputs = stage.inputs_of(handles)
 
@@ -199,11 +196,7 @@ def skip_update(
 
 
 def skip_what_is_left(driver: Driver, iteration: int, error: NotFinite) -> None:
-    """Skips the remaining updates of this iteration with `train.on_nan: skip`; otherwise raises the error.
-
-    Raises:
-        NotFinite: `error`, with `train.on_nan: stop`.
-    """
+    """Skips the remaining updates of this iteration with `train.on_nan: skip`; raises `error` with `stop`."""
     if driver.config.train.on_nan == "stop":
         raise error
     note(f"iteration {iteration} skips its remaining updates: {error}")
@@ -217,11 +210,8 @@ def skip_what_is_left(driver: Driver, iteration: int, error: NotFinite) -> None:
 
 
 def check_not_given_up(driver: Driver, iteration: int) -> None:
-    """Refuses to resume learning halfway through an iteration that an earlier driver gave up.
-
-    Raises:
-        NotFinite: With the earlier driver's reason.
-    """
+    """Raises `NotFinite`, with the earlier driver's reason, if a driver gave the iteration up: learning does not resume
+    halfway."""
     if reason := is_given_up(driver, iteration):
         raise NotFinite(reason)
 

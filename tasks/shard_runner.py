@@ -126,28 +126,20 @@ class ShardJob(Generic[C, S]):
         self.handle.check()
 
     def request(self, shard: int) -> RowsCall[C, S]:
-        """Returns the call that computes a shard."""
         stage = self.stage
         call = call_of(self.driver, stage, self.iteration, self.inputs, shard=shard, attempt=self.attempt)
         return RowsCall(call, stage.compute, stage.writes, stage.begin)
 
     def compute(self, shards: Sequence[int]) -> list[ShardCommit]:
-        """Computes shards together; the caller commits them. Shards from the first one that is not finite are
-        missing.
-        """
+        """Computes shards together, up to the first one that is not finite; the caller commits them."""
         self.check()
         requests, group = [self.request(shard) for shard in shards], self.driver.groups.of(self.stage.role)
         computed = on_worker(self.driver, requests[0].call.needs, lambda: group.call(Worker.rows, requests))
         return [self.commit(shard, rows, rows.seconds) for shard, rows in zip(shards, computed, strict=False)]
 
     def next_shards(self, done: Container[int]) -> list[int]:
-        """Chooses the shards of the next call, and waits for the inputs of the first one.
-
-        Args:
-            done: Numbers of shards that are computed.
-
-        Returns:
-            Numbers of shards that are not in `done`, at least one.
+        """Chooses the shards of the next call, at least one that is not in `done`; waits for the inputs of the first
+        one.
         """
         stage = self.stage
         sources = [handle for name, handle in self.inputs.items() if stage.reads_shard_of(name)]
@@ -165,7 +157,6 @@ class ShardJob(Generic[C, S]):
         return chosen
 
     def commit(self, shard: int, rows: ComputedShard[S], seconds: float) -> ShardCommit:
-        """Builds the commit of a shard that was computed and written."""
         assert rows.shard is not None, "rank 0 answers"
         return ShardCommit(
             iteration=self.iteration,

@@ -125,7 +125,6 @@ class RowsStage(_Stage[C], Generic[C, S]):
         return self.begin is None and self.role not in (None, "reward")
 
     def metrics_of(self, outputs: Sequence[Mapping[str, JsonValue]]) -> dict[str, float]:
-        """Computes the stage's metrics from the committed summaries of all shards."""
         return self.metrics([self.summary.model_validate(output) for output in outputs])
 
 

@@ -24,14 +24,9 @@ Handles = Mapping[str, StageHandle]
 
 
 def on_worker(driver: Driver, needs: Mapping[str, Weights], call: Callable[[], R]) -> R:
-    """Calls the workers of a role, after restoring the weights that they need and do not hold.
+    """Calls the workers of a role, after restoring the weights in `needs` that they do not hold.
 
-    Args:
-        needs: The weights that roles of the workers must hold.
-        call: Calls the workers.
-
-    Raises:
-        GroupLost: The workers died, or did not keep the weights in `TRIES` attempts.
+    Raises `GroupLost` if the workers died, or did not keep the weights in `TRIES` attempts.
     """
     for _ in range(TRIES):
         try:

@@ -31,11 +31,7 @@ EARLIER = 5
 def explain(run: Run, version: int, role: str = "actor") -> Origin:
     """Traces a role's weights: the newest update in full, a few earlier ones in a line each, and the initial model.
 
-    Args:
-        version: Number of iterations after which to look at the weights.
-
-    Raises:
-        UserError: The run does not train the role, or has no such version.
+    Raises `UserError` if the run does not train the role, or has no such version.
     """
     newest = run.state.weights.get(role)
     if update_of(role) is None or newest is None:

@@ -34,13 +34,9 @@ class Planned:
 
 
 def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
-    """Compares the committed stages of an iteration with a changed config.
+    """Compares the stages of an iteration, those committed and those that the config has, with a changed config.
 
-    Returns:
-        An entry for each stage that the iteration has committed or that the config has.
-
-    Raises:
-        UserError: There is no consent to the run's code.
+    Raises `UserError` if there is no consent to the run's code.
     """
     consent.require(run.config, config)
     driver = Driver(config, run.store)
@@ -76,10 +72,9 @@ def first_changed(planned: Iterable[Planned]) -> str | None:
 
 
 def latest_point(run: Run, config: RunConfig, iteration: int) -> tuple[int, str | None]:
-    """Returns the latest point in an iteration at which a fork may start.
+    """Returns the latest point in an iteration at which a fork may start: the first stage that depends on a difference.
 
-    Returns:
-        The iteration, and the first stage that depends on a difference; None: the fork shares no stage of it.
+    With None as the stage, the fork shares no stage of the iteration.
     """
     committed = run.store.iteration_state(iteration).stages
     if "generate" not in committed:

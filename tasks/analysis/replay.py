@@ -40,11 +40,8 @@ class Replayed:
 def replay(run: Run, iteration: int) -> Iterator[Replayed]:
     """Recomputes every committed stage of an iteration from its committed inputs, in order.
 
-    Yields:
-        The result for each stage. The shards after the first difference of a stage are not recomputed.
-
-    Raises:
-        UserError: The iteration has committed nothing, or there is no consent to the run's code.
+    The shards after the first difference of a stage are not recomputed. Raises `UserError` if the iteration has
+    committed nothing, or there is no consent to the run's code.
     """
     store = run.store
     committed = store.iteration_state(iteration).stages
@@ -54,9 +51,8 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         )
     consent.require(run.config)
     manifests, began = store.manifests(iteration), state_before(store, iteration, ())
-    driver = Driver(
-        run.config.as_committed({"pools": {}, "placement": "colocated"}), store
-    )  # in this process, without a claim
+    # in this process, without a claim
+    driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)
     for stage in STAGES:
         commit = committed.get(stage.name)
         if commit is None or isinstance(commit, Skip):

@@ -136,7 +136,7 @@ def _by_trajectory(
     index: torch.Tensor,
     last: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Estimates advantages of trajectories that have several branches.
+    """Estimates advantages and returns, shape (batch, response), of trajectories that have several branches.
 
     Each trajectory counts once in its group, by its last branch. Its other branches get the mean of that branch's
     advantages and returns.
@@ -148,9 +148,6 @@ def _by_trajectory(
         inputs: The estimator's inputs, with a row per branch.
         index: The number of each row's trajectory, shape (batch,).
         last: The row of each trajectory's last branch, shape (trajectories,).
-
-    Returns:
-        Advantages and returns, shape (batch, response).
     """
     parts = inputs.get("reward_parts")
     chosen = {name: value[last] for name, value in inputs.items() if name != "reward_parts"}
@@ -279,12 +276,10 @@ def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, to
 
 
 def _turns_and_states(batch: TrajectoryBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers the turn of each token, and the state that the policy had read right before that turn.
+    """Numbers the turns of tokens and the states in which the policy took them, int64, shape (batch, response).
 
-    Returns:
-        The number of the token's turn in its trajectory, and a number for the text that the turn follows: the
-        environment's answer to the turn before, or the prompt. Tokens of the environment belong to the turn that
-        follows them. Both int64, shape (batch, response).
+    The state of a turn is the text before it: the environment's answer to the turn before, or the prompt. Tokens of the
+    environment belong to the turn that follows them.
     """
     lengths = batch.lengths("response_mask")
     turns = np.zeros((len(batch), lengths.max(initial=0)), dtype=np.int64)

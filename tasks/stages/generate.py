@@ -160,14 +160,7 @@ def _numbers(config: GenerateConfig, shard: int) -> range:
 
 
 def draws(driver: Driver, iteration: int, shard: int, config: GenerateConfig, cursor: int) -> tuple[int, ...] | None:
-    """Draws the prompts of a shard, if the draw depends on what the run has committed.
-
-    Args:
-        cursor: Position in the dataset at which the iteration starts.
-
-    Returns:
-        Indices of prompts; None without `data.curriculum`: the worker draws them.
-    """
+    """Draws a shard's prompts from the position `cursor` with `data.curriculum`; None without it: the worker draws."""
     curriculum, numbers = config.curriculum, _numbers(config, shard)
     if curriculum is None:
         return None
@@ -309,12 +302,9 @@ def _repeat(dialogue: Dialogue, answer: ReplayedAnswer) -> None:
 
 
 def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
-    """Builds the rows of a shard's complete trajectories, with all columns of `generate`.
+    """Builds the rows of a shard's complete trajectories, one each, or with an agent one for each of its conversations.
 
-    Each trajectory has one row, or with an agent a row for each of its conversations.
-
-    Raises:
-        EnvironmentFailed: Too many of the environments failed; see `rollout.environment.max_error_share`.
+    Raises `EnvironmentFailed` if too many of the environments failed; see `rollout.environment.max_error_share`.
     """
     tokenizer, dialogues = context.resources.tokenizer, context.dialogues
     talks, assigned = prompts.partner is not None, context.call.weights

@@ -37,7 +37,6 @@ class GreedyBaselineSummary(ShardSummary):
 
 
 def begin(context: Context[GreedyBaselineConfig]) -> ShardStart:
-    """Starts one greedy answer to each prompt."""
     config = context.config
     prompts, _ = _prompts(context.batch)
     ids = zip(prompts.list("prompt_id"), prompts.list("prompt_ids"), strict=True)

@@ -121,14 +121,11 @@ def counting(on_error: OnError, errors: Sequence[str | None]) -> np.ndarray:
 def scores(
     context: Context[C], config: ScoreConfig, model: RewardModelStageConfig | None, batch: TrajectoryBatch
 ) -> dict[str, list[Any]]:
-    """Scores the responses of a batch: the sum of reward functions, reward model and environment.
+    """Returns the columns of `score`: the sum of reward functions, reward model and environment, and its parts.
 
     Args:
         model: The reward model to call; None: there is none, or the batch already has its scores.
         batch: Trajectories with the columns in `SCORE.reads`.
-
-    Returns:
-        The columns of `score`, with a value per trajectory.
 
     Raises:
         RatchetError: A reward fails and `reward.on_error` is `fail`, or more than `reward.max_error_share` fail.
@@ -245,8 +242,7 @@ def _rewards(
 ) -> list[Score]:
     """Returns the scores of the reward functions; 0 for trajectories that are not `complete`.
 
-    Raises:
-        RatchetError: A reward failed and `reward.on_error` is `fail`.
+    Raises the error of a failed reward if `reward.on_error` is `fail`.
     """
     rewards = [Score(0.0, {}) for _ in trajectories]
     if config.function is None:

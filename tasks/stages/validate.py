@@ -98,7 +98,6 @@ def begin(context: Context[ValidateConfig]) -> ShardStart:
 
 
 def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
-    """Scores the answers to one shard of the held-out prompts."""
     config = context.config
     answers = trajectories(context, prompts_of(context))
     answers = answers.take(last_branches(answers))
