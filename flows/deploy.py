@@ -59,7 +59,7 @@ def deploy(
     every: timedelta | None = None,
     new_runs: bool = False,
 ) -> list[str]:
-    """Registers the flows, with `config` as the default of their parameters, under the run's name.
+    """Registers the flows, with `config` as the default of their parameters, under the run's name; returns their names.
 
     The server checks parameters against the config's schema before it starts a flow.
 
@@ -69,9 +69,6 @@ def deploy(
         cron: Schedule of `train`.
         every: Interval of `train`, if there is no `cron`.
         new_runs: True if each start of `train` starts a new run.
-
-    Returns:
-        The names of the deployments.
     """
     shown = config.model_dump(mode="json")
     url = run_url(config.run.store, config.run.name)
@@ -93,12 +90,7 @@ def deploy(
 
 
 def deploy_train(name: str, pool: str) -> UUID:
-    """Registers `train` under a name, for flow runs that each bring a config; several may run at once.
-
-    Args:
-        name: Name of the deployment.
-        pool: Work pool; created if it does not exist.
-    """
+    """Registers `train` under a name, for flow runs that each bring a config; several may run at once."""
     _prepare(pool)
     return _apply(train, name, pool)
 

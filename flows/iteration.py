@@ -47,10 +47,7 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
 
 
 def run_stages(driver: Driver, k: int, generated: StageHandle) -> None:
-    """Starts all stages after `generate`, and waits for them.
-
-    Each stage computes on the workers of its role, as soon as its inputs are committed.
-    """
+    """Starts all stages after `generate`, each of which computes as its inputs are committed, and waits for them."""
     handles, skipped = {GENERATE.name: generated}, list[tuple[AnyUpdateStage, str]]()
     for stage in stages_of(driver.config):
         if stage in (VALIDATE, GENERATE):

@@ -13,10 +13,7 @@ FORM = "KEY=VALUE, with a KEY that `ratchet train --help` lists"
 
 
 def _pattern() -> str:
-    """Returns a regular expression of the overrides whose key exists.
-
-    A key may be a section, a key, the type of an algorithm, or a key of a mapping.
-    """
+    """Matches overrides of a section, a key, the type of an algorithm, or a key of a mapping that exist."""
     known: dict[str, bool] = {}
     for key, kind, *_ in keys(RunConfig):
         name = re.sub(r"\[.*?\]", "", key)

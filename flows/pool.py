@@ -35,7 +35,6 @@ T = TypeVar("T")
 
 
 def check_server() -> None:
-    """Raises `UserError` if the Prefect server does not answer."""
     with get_client(sync_client=True) as client:
         if (error := client.api_healthcheck()) is not None:
             why = " ".join(str(error).split()) or type(error).__name__
@@ -46,13 +45,7 @@ class Pool:
     """The workers of a work pool, which train runs."""
 
     def __init__(self, pool: str, deployment: str, say: Callable[[str], None]) -> None:
-        """Registers the deployment.
-
-        Args:
-            pool: Work pool; created if it does not exist.
-            deployment: Name of the deployment.
-            say: Called with the reason whenever the pool waits.
-        """
+        """Registers the deployment. `say` is called with the reason whenever the pool waits."""
         self._pool, self._say = pool, say
         self._deployment = deploy_train(deployment, pool)
 
@@ -149,7 +142,6 @@ def _has_ended(flow_run: FlowRun) -> bool:
 
 
 def _failure(name: str, flow_run: FlowRun | None) -> RatchetError | None:
-    """Returns the error of a flow run that did not complete."""
     if flow_run is None:
         return RatchetError(f"{name}: its flow run was deleted: repeat the command to start it again")
     state = flow_run.state

@@ -125,7 +125,6 @@ class _Pages:
 
 
 def _is_recorded() -> bool:
-    """True in a flow run on a permanent server."""
     return has_pages() and FlowRunContext.get() is not None
 
 

@@ -101,7 +101,6 @@ def configuration() -> str:
 
 
 def migration() -> str:
-    """Returns a table for each program whose configs can be converted."""
     parts = [MIGRATION]
     for source in SOURCES:
         parts.append(f"\n## {source.name}\n\n| {source.name} | here | note |\n|---|---|---|\n")
@@ -118,7 +117,6 @@ def _counterpart(source: Source, row: Counterpart) -> str:
 
 
 def table(model: type[BaseModel]) -> str:
-    """Returns a table of all keys of a config."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, kind, default, meaning in keys(model):
         lines.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")
@@ -126,7 +124,6 @@ def table(model: type[BaseModel]) -> str:
 
 
 def algorithms() -> str:
-    """Returns a table of each kind of algorithm, followed by their equations."""
     parts = [ALGORITHMS]
     for title, key, union in (
         ("Advantages", "algorithm.advantage", Advantage),
@@ -297,7 +294,6 @@ open_run("file://./runs/other").trajectories()
 
 
 def columns() -> str:
-    """Returns a table of the columns of each stage."""
     parts = [COLUMNS_HEAD]
     for stage in STAGES:
         if not isinstance(stage, RowsStage):

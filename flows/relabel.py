@@ -59,7 +59,6 @@ class Relabel(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     parent: str
-    """URL of the run."""
     name: str
     """Name of the round, after which its fit and its fork are named."""
     pairs: int
@@ -71,7 +70,6 @@ class Relabel(BaseModel):
     also: tuple[str, ...]
     """Files of more preferences to learn from."""
     output: str
-    """Folder of the new model."""
 
     @property
     def store(self) -> str:
@@ -79,7 +77,6 @@ class Relabel(BaseModel):
 
     @property
     def fork(self) -> str:
-        """Name of the run with the new reward model."""
         return f"{self.name}-run"
 
     def objects(self) -> ObjectStore:
@@ -100,8 +97,6 @@ class Verdict(BaseModel):
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of a round."""
-
     table: pa.Table
     url: str
     """The folder of the round."""
@@ -110,9 +105,8 @@ class Pairs:
 def begin(round_: Relabel) -> Pairs:
     """Chooses the pairs to label, unless they are chosen, and writes them as a table and for Label Studio.
 
-    Raises:
-        UserError: Another round or a run has the name, the run has no reward model or no pairs, or there is no
-            consent to its code.
+    Raises `UserError` if another round or a run has the name, if the run has no reward model or no pairs, or if there
+    is no consent to its code.
     """
     objects = round_.objects()
     if RunLog(objects).read().slot >= 0:
@@ -138,14 +132,11 @@ def begin(round_: Relabel) -> Pairs:
 
 
 def label(round_: Relabel, pairs: Pairs, labels: str | None, asked: JudgeConfig | None) -> Labels | None:
-    """Gets the labels of a round, unless it has them.
+    """Gets the labels of a round, unless it has them; None if nobody has given any.
 
     Args:
         labels: File of labels.
         asked: The judge to ask.
-
-    Returns:
-        The labels; None if nobody has given any.
 
     Raises:
         UserError: The file is malformed or contradicts the labels that the round has, or the judge does not answer.
@@ -188,11 +179,8 @@ class Split:
 def split(round_: Relabel, pairs: Pairs, labels: Labels) -> Split:
     """Splits the labelled pairs into pairs to learn from and held-out ones, and writes both unless they are written.
 
-    A prompt is on one side only. Ties teach nothing.
-
-    Raises:
-        UserError: Fewer than two prompts have a label other than a tie, a row of a file is malformed, or a file of
-            more preferences has changed.
+    A prompt is on one side only. Ties teach nothing. Raises `UserError` if fewer than two prompts have a label other
+    than a tie, if a row of a file is malformed, or if a file of more preferences has changed.
     """
     by_prompt: dict[str, list[dict[str, Any]]] = {}
     for pair in pairs.table.to_pylist():
@@ -227,8 +215,7 @@ def split(round_: Relabel, pairs: Pairs, labels: Labels) -> Split:
 def refit_config(round_: Relabel, overrides: Sequence[str]) -> RewardTraining:
     """Returns the config of the fit that continues the run's reward model.
 
-    Raises:
-        UserError: An override is wrong, or changes a value that the round determines.
+    Raises `UserError` if an override is wrong, or changes a value that the round determines.
     """
     taken = [change for change in overrides if change.split("=")[0].split(".")[0] in DETERMINED]
     if taken:
@@ -259,11 +246,7 @@ def judge_new_model(round_: Relabel, config: RewardTraining, fit: Mapping[str, f
 def fork_config(round_: Relabel, iterations: int | None) -> RunConfig:
     """Forks the run with the new reward model, as late as its commits allow, unless that is done.
 
-    Args:
-        iterations: Iterations of the fork; None: those of the run.
-
-    Raises:
-        UserError: The run has all its iterations, and `iterations` does not ask for more.
+    It has the run's number of iterations by default. Raises `UserError` if the run has closed as many already.
     """
     parent = open_run(round_.parent)
     total = parent.config.iterations if iterations is None else iterations
@@ -317,9 +300,7 @@ async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, object
 
 
 def _pairs(url: str) -> Iterator[Iterator[tuple[Messages, str]]]:
-    """Yields the preferences of a file. Raises `UserError` for a prompt that calls tools, which the columns cannot
-    hold.
-    """
+    """Yields the preferences of a file. Raises `UserError` if a prompt calls tools, which the columns cannot hold."""
     for where, row in read(url):
         pair = list(pair_of(row, where))
         if any("tool_calls" in message for messages, _ in pair for message in messages):

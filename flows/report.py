@@ -41,8 +41,6 @@ class ReportedRun(Document):
 
 
 class Report(Document):
-    """The data of a report."""
-
     written: str
     runs: list[ReportedRun]
 

@@ -20,11 +20,8 @@ SHOWN = 300
 
 
 def summary(config: RunConfig, state: RunState) -> list[str]:
-    """Describes what a run will do.
-
-    Returns:
-        Lines for the user: the models, the size of an iteration, the memory of a process without activations, and the
-        snapshots.
+    """Describes the models, the size of an iteration, the memory of a process without activations, and the
+    snapshots.
     """
     at = f"continues after {reached(state.iteration, config.iterations)}"
     if not (state.iteration or state.stages or state.shards):
@@ -52,9 +49,7 @@ def summary(config: RunConfig, state: RunState) -> list[str]:
 
 
 def first_prompt(config: RunConfig) -> str:
-    """Describes the first prompt as the policy sees it: cut, and as JSON on one line, since the text is from
-    outside.
-    """
+    """Describes the first prompt as the policy sees it, cut, and as JSON since the text is from outside."""
     data = config.data
     tokenizer = policy_tokenizer(config.model, config.rollout.environment, data.special_tokens)
     text, ids = encode(
@@ -116,7 +111,6 @@ def _counted(count: float, what: str) -> str:
 
 
 def _number(count: int) -> str:
-    """Formats a count, such as 7.6 billion, 124 million or 283 thousand."""
     for size, name in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
         if count >= size:
             return f"{count / size:.3g}{name}"

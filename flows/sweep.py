@@ -57,7 +57,6 @@ class Sweep(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     parent: str
-    """URL of the run."""
     name: str
     """Name of the sweep; arms are named after it."""
     iteration: int
@@ -95,10 +94,8 @@ class Arm:
     """One setting that was tried."""
 
     run: str
-    """Name of its run."""
     values: dict[str, str]
     at: str
-    """The point where its fork starts."""
     scores: dict[int, float] = field(default_factory=dict)
     """Score of the validation after a number of iterations."""
     is_stopped: bool = False
@@ -123,8 +120,7 @@ class _Attempt:
 def begin(sweep: Sweep) -> None:
     """Stores the settings of the sweep, unless they are stored.
 
-    Raises:
-        UserError: Another sweep has the name, it does not fit the run, or there is no consent to the run's code.
+    Raises `UserError` if another sweep has the name, it does not fit the run, or there is no consent to the run's code.
     """
     if importlib.util.find_spec("optuna") is None:
         raise UserError('a sweep needs the package optuna: pip install "ratchet-rlhf[sweep]"')
@@ -168,13 +164,10 @@ def _stored(objects: ObjectStore) -> Sweep:
 
 
 def run_arms(sweep: Sweep, train: Train, say: Say) -> Iterator[Arm]:
-    """Runs or continues the arms of a sweep that has begun.
+    """Runs or continues the arms of a sweep that has begun; yields each arm when its group is complete or was stopped.
 
     Args:
         train: Trains the arms of a group that continue, at the same time if it can.
-
-    Yields:
-        Each arm, when its group has all iterations or was stopped.
 
     Raises:
         UserError: An arm's settings do not fit, or the metric does not exist.
@@ -290,11 +283,7 @@ def _config(sweep: Sweep, parent: Run, run: str, values: Mapping[str, str], iter
 
 
 def _arm(sweep: Sweep, parent: Run, run: str, values: dict[str, str], tokens: int) -> Arm:
-    """Returns an arm, after forking its run unless it exists.
-
-    Args:
-        tokens: Tokens that the parent had generated before the iteration in which arms start.
-    """
+    """Returns an arm, after forking its run unless it exists; `tokens` counts those generated before the arms start."""
     config = _config(sweep, parent, run, values, sweep.rungs[0])
     iteration, stage = _point(sweep, parent, config)
     if RunLog(ObjectStore(run_url(sweep.store, run))).read().slot < 0:
@@ -328,7 +317,6 @@ def _score(sweep: Sweep, parent: Run, run: str, iterations: int) -> float | None
 
 
 def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
-    """Tabulates the results of the arms, the best first."""
     return [
         {
             "run": arm.run,
@@ -353,11 +341,7 @@ def write_page(sweep: Sweep, arms: Sequence[Arm]) -> str:
 
 
 def parse_vary(options: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Parses ``key=a,b,c``.
-
-    Raises:
-        UserError: An option has another form, or a key twice.
-    """
+    """Parses ``key=a,b,c``; raises `UserError` if an option has another form, or a key twice."""
     vary: dict[str, tuple[str, ...]] = {}
     for option in options:
         key, equals, values = option.partition("=")

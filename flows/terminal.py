@@ -16,11 +16,8 @@ from ratchet.infra.store.run_store import VALIDATE
 
 
 def visible(text: str) -> str:
-    """Makes text from outside safe for a terminal.
-
-    It escapes control characters, which could move the cursor, set a title or hide text, and surrogates, which UTF-8
-    cannot encode.
-    """
+    """Escapes control characters, which could move the cursor, set a title or hide text, and surrogates, which UTF-8
+    cannot encode, in text from outside."""
     return "".join(character.encode("unicode_escape").decode() if _acts(character) else character for character in text)
 
 

@@ -34,15 +34,12 @@ STEP = "training/global_step"
 
 @contextmanager
 def tracking(config: RunConfig, run_id: str, samples: Samples) -> Iterator[Track]:
-    """Opens the trackers of `config.tracking`.
+    """Opens the trackers of `config.tracking`; yields a function that logs the metrics of an iteration.
 
     Args:
         config: The run's config.
         run_id: Identifies the run across resumes: each tracker has one run for it.
         samples: Returns a few trajectories of an iteration.
-
-    Yields:
-        A function that logs the metrics of an iteration.
     """
     trackers: dict[Tracker, GeneralTracker] = {}
     for name in config.tracking:
@@ -168,7 +165,6 @@ BUILD: dict[Tracker, Callable[[RunConfig, str], GeneralTracker]] = {
 
 
 def _flat(config: RunConfig) -> dict[str, object]:
-    """Returns the config by dotted key."""
     import pandas as pd
 
     [row] = pd.json_normalize(config.model_dump(mode="json")).to_dict("records")

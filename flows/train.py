@@ -113,7 +113,6 @@ def _iteration(config: RunConfig, k: int) -> dict[str, float]:
 
 
 def _samples(url: str, iteration: int) -> pd.DataFrame:
-    """Returns the first trajectories of an iteration."""
     columns = ["trajectory_id", "prompt", "response", "score"]
     return open_run(url).trajectories([iteration], columns).head(SAMPLES)
 

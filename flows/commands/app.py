@@ -1,7 +1,6 @@
 """The command line, `ratchet`: the table of its commands.
 
-Each command checks its input, starts a flow or opens a run, and prints the result. Slow imports are inside the
-commands.
+Each checks its input, starts a flow or opens a run, and prints the result. Slow imports are inside the commands.
 """
 
 from __future__ import annotations

@@ -28,13 +28,7 @@ EACH: dict[Kind, str] = {"validation": "validations", "train": "iterations of tr
 def show(
     console: Console, comparison: Comparison, flips: int, at_least: float | None, format: Literal["table", "json"]
 ) -> None:
-    """Prints a comparison.
-
-    Args:
-        flips: Largest number of flipped prompts to show.
-        at_least: A margin whose outcome is printed as well.
-        format: Tables, or one JSON document that holds everything.
-    """
+    """Prints a comparison with at most `flips` flipped prompts, and the outcome of the margin `at_least`."""
     if format == "json":
         print(json.dumps(asdict(comparison), ensure_ascii=False))
         return
@@ -145,7 +139,6 @@ def _short(text: str) -> str:
 
 
 def _left_out(comparison: Comparison) -> list[str]:
-    """Describes everything that is not compared, a line each."""
     lines = [
         f"left out: {counted(number, 'answer')} in {EACH[kind]} without a counterpart in the other run"
         for kind, number in comparison.unpaired.items()
@@ -207,7 +200,6 @@ def _verdict(comparison: Comparison) -> str:
 
 
 def _noise(comparison: Comparison) -> str:
-    """Describes the noise that the interval of the verdict covers."""
     if comparison.kind == "validation" and comparison.validations == 1:
         return (
             "the interval covers the noise of the prompts, and a guess at that of training, which one validation "

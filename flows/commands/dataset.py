@@ -73,7 +73,6 @@ def dataset(
 
 
 def _show(made: Dataset, output: str) -> None:
-    """Prints how many trajectories became rows, and why others did not."""
     table = Table("", "", box=box.SIMPLE_HEAD, show_header=False)
     table.columns[0].justify = "right"
     table.add_row(f"{made.trajectories:,}", "trajectories")

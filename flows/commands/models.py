@@ -108,10 +108,8 @@ def evaluation_config(
     changes: Mapping[str, object],
     overrides: Sequence[str],
 ) -> tuple[RunConfig, int]:
-    """Returns the config that evaluates a model folder, or a snapshot of a run, which it exports to `folder`.
-
-    Also returns the number of iterations of the snapshot, 0 for a model folder.
-    """
+    """Returns the config that evaluates a model folder, or a snapshot of a run, which it exports to `folder`; and the
+    number of iterations of the snapshot, 0 for a model folder."""
     if (Path(name) / "config.json").is_file():
         if iteration is not None:
             raise UserError("--iteration chooses a snapshot of a run, and a model folder has none: leave it out")
@@ -288,7 +286,6 @@ def push(
 
 
 def _snapshot(run: Run, iteration: int | None, best: bool) -> int:
-    """Returns the version of the snapshot that the options choose."""
     if best and iteration is not None:
         raise UserError("--best and --iteration both choose the snapshot: give only one")
     return run.best_snapshot() if best else run.newest_snapshot() if iteration is None else iteration

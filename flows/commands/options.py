@@ -16,7 +16,6 @@ DEFAULT_STORE = "file://./runs"
 
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Completes the name of a run in the store."""
     from ratchet.infra.runs.run import run_names as names_of
 
     store = context.params.get("store") or os.environ.get("RATCHET_STORE", DEFAULT_STORE)
@@ -87,12 +86,7 @@ class Role(StrEnum):
 
 
 def url_of(name: str, store: str) -> str:
-    """Returns the URL of a run.
-
-    Args:
-        name: The run's name in the store, its URL, or the path of its folder.
-        store: The folder of runs.
-    """
+    """Returns the URL of a run that is named by its name in the store, its URL, or the path of its folder."""
     from ratchet.infra.execution.claims import run_url
 
     if "://" in name:
@@ -101,7 +95,7 @@ def url_of(name: str, store: str) -> str:
 
 
 def run_argument(url: str) -> str:
-    """Returns the argument that names a run in commands of this environment: its name in the default store, or its
+    """Returns the argument by which commands of this environment find a run: its name in the default store, or its
     URL.
     """
     return url.removeprefix(f"{os.environ.get('RATCHET_STORE', DEFAULT_STORE)}/")

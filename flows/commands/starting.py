@@ -57,7 +57,6 @@ def drive_run(config: RunConfig, take_over: bool = False, accept_changes: bool =
 def train_to_the_end(
     config: RunConfig, server: TemporaryServer | None, take_over: bool = False, accept_changes: bool = False
 ) -> None:
-    """Starts or continues a run until it has all iterations."""
     from ratchet.flows.terminal import progress
     from ratchet.infra.execution.driver import check_start
     from ratchet.infra.execution.stopping import on_signals

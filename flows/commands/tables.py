@@ -108,7 +108,6 @@ def _status(console: Console, run: Run, last: int) -> None:
 
 
 def _failures(console: Console, run: Run, metrics: pd.DataFrame) -> None:
-    """Prints the first failures of the newest iteration that had some."""
     from ratchet.tasks.failures import METRICS, told  # imports torch
 
     failed = metrics[metrics[[name for name in METRICS if name in metrics]].gt(0).any(axis=1)]
@@ -119,7 +118,6 @@ def _failures(console: Console, run: Run, metrics: pd.DataFrame) -> None:
 
 
 def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: str) -> None:
-    """Prints the runs of a store, newest first."""
     import pandas as pd
 
     if not summaries:
@@ -140,11 +138,8 @@ def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: 
 
 
 def _in_columns(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Aligns rows in columns; the first two and the last are aligned to the left.
-
-    Args:
-        rows: The cells of each row.
-        width: Largest width; None: any. Cells of a row that do not fit continue on another line.
+    """Aligns rows in columns, the first two and the last to the left. Cells beyond the width continue on another
+    line.
     """
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     limit = sum(widths) + 2 * len(widths) if width is None else width
@@ -173,7 +168,6 @@ def _cells(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _age(seconds: float) -> str:
-    """Formats a time span in its largest unit, such as 3 h."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds // size:.0f} {unit}"
@@ -190,10 +184,7 @@ def show(
     format: str,
     full: bool = False,
 ) -> None:
-    """Prints trajectories of an iteration (None: the last closed one).
-
-    Unless `full`, a table folds the common beginning of all prompts, such as the system message.
-    """
+    """Prints trajectories of an iteration (None: the last closed one), folding what all prompts share unless `full`."""
     import duckdb
 
     chosen = max(run.state.iteration - 1, 0) if iteration is None else iteration
@@ -240,8 +231,7 @@ def show(
 
 
 def _left_out(run: Run, iteration: int, shown: pd.DataFrame) -> list[str]:
-    """Describes the generated trajectories that some stage has no row of, such as failed ones; empty if there are
-    none."""
+    """Describes the generated trajectories that some stage has no row of, such as failed ones."""
     generated = run.trajectories(iteration, ["trajectory_id", "rollout_error"])
     if "trajectory_id" in shown:
         generated = generated[~generated["trajectory_id"].isin(shown["trajectory_id"])]
@@ -288,7 +278,6 @@ def _folded(texts: Sequence[str], questions: Mapping[str, str]) -> list[str]:
 
 
 def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None = None) -> None:
-    """Prints a frame as a table, as JSON lines, as CSV or as Markdown."""
     names = [str(name) for name in frame.columns]
     if format == "json":
         print(frame.to_json(orient="records", lines=True) if len(frame) else "", end="")
@@ -437,7 +426,6 @@ def lineage(console: Console, origin: Origin, format: str) -> None:
 
 
 def tree(origin: Origin) -> Tree:
-    """Draws a lineage as a tree for the terminal."""
     branch = Tree(Text(origin.what, style="bold"))
     for detail in origin.details:
         branch.add(Text(detail, style="dim"))
@@ -455,7 +443,7 @@ def write(answers: pd.DataFrame, path: Path) -> None:
 
 
 def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float | None) -> Table:
-    """Tabulates the mean score by data source, with a 95 % interval over prompts, and statistics of n answers per
+    """Tabulates mean scores by data source, with a 95 % interval over prompts, and statistics of n answers per
     prompt.
     """
     table, captions = Table(title=title), list[str]()
@@ -499,9 +487,7 @@ def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float 
 
 
 def mean_and_interval(answers: pd.DataFrame) -> tuple[float, float]:
-    """Returns the mean score, and half the width of its 95 % interval (normal approximation over the prompts'
-    means).
-    """
+    """Returns the mean score, and half the width of its 95 % interval (normal approximation over means of prompts)."""
     prompts = answers.groupby("prompt_id")["score"].mean()
     return float(prompts.mean()), 1.96 * float(prompts.std(ddof=1)) / math.sqrt(len(prompts)) if len(
         prompts

@@ -24,7 +24,6 @@ LISTED = 200
 SAMPLED = 256
 """Trajectories of an iteration from which the scales of colours are computed."""
 CHECK_S = 30.0
-"""Time limit of a check of data files."""
 T = TypeVar("T")
 ORDERS: dict[Order, str] = {
     "best": "score DESC NULLS LAST",
@@ -36,17 +35,10 @@ TEXTS = ("prompt", "response", "ground_truth")
 
 
 def matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories:
-    """Lists the trajectories that match a filter.
+    """Lists the trajectories that match a filter: the first `LISTED` in its order, the numbers of matching and of all
+    ones, and the damages.
 
-    Args:
-        child: Process that runs the filter.
-        tables: Tables of the run, of the filter's iteration.
-
-    Returns:
-        The first `LISTED` trajectories in the filter's order, the numbers of matching and of all ones, and the damages.
-
-    Raises:
-        UserError: DuckDB rejects the condition, or it takes too much time or memory.
+    Raises `UserError` if DuckDB rejects the condition, or it takes too much time or memory.
     """
     listed, damages = _of_readable(tables, lambda readable: _matching(child, readable, wanted))
     return listed.model_copy(update={"damages": damages})
@@ -103,15 +95,10 @@ def full_rows(
     """Reads trajectories of an iteration, with the columns of all stages.
 
     Args:
-        child: Process that reads them.
-        tables: Tables of the iteration.
         trajectory_id: The only one to read; None: the first `SAMPLED` by id.
 
     Returns:
         A row per trajectory, without columns of stages that have no commits, and the damages. Empty if there is none.
-
-    Raises:
-        UserError: They cannot be read.
     """
     import pandas as pd
 

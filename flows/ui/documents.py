@@ -59,14 +59,10 @@ CLIP = 600
 
 
 class Document(BaseModel):
-    """A part of the page's data."""
-
     model_config = ConfigDict(frozen=True)
 
 
 class Stage(Document):
-    """A stage of the open iteration."""
-
     name: str
     label: str
     progress: str
@@ -96,8 +92,6 @@ class RunView(Document):
 
 
 class TrajectoryLine(Document):
-    """A trajectory in a list."""
-
     id: str
     iteration: int
     prompt_id: str
@@ -145,7 +139,6 @@ class TrajectoryDocument(Document):
     """The values of full colour of each quantity, so that trajectories can be compared."""
 
     def line(self) -> TrajectoryLine:
-        """Returns the trajectory's entry in a list."""
         return TrajectoryLine(
             id=self.id,
             iteration=self.iteration,
@@ -177,10 +170,9 @@ class Filter(Document):
 
 
 def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: Iterable[str] = ()) -> RunView:
-    """Describes a run.
+    """Describes a run, which the page calls `name`.
 
     Args:
-        name: Name of the run on the page.
         closed_metrics: The metrics of closed iterations.
         damages: Damages found so far; the description adds those it finds.
     """
@@ -278,13 +270,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def trajectory(row: Row, decode: Decode | None, scales: Mapping[str, tuple[float, float]]) -> TrajectoryDocument:
-    """Describes a trajectory.
-
-    Args:
-        row: A row with the columns of all stages that have processed it.
-        decode: From `decoder`.
-        scales: From `scales_of`.
-    """
+    """Describes a trajectory, given a row with the columns of all stages that have processed it."""
     ids = tuple(int(token) for token in row["response_ids"])
     quantities = {name: [_number(x) for x in values] for name, values in quantities_of(row).items()}
     return TrajectoryDocument(
@@ -349,8 +335,7 @@ def scales_of(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
 
 
 def decoder(config: RunConfig) -> Decode | None:
-    """Returns the decode function of the run's tokenizer; None if its files are missing, or it needs code of its
-    own."""
+    """Returns the decode function of the run's tokenizer; None if it has no files, or needs code of its own."""
     try:
         tokenizer = reading_tokenizer(config.model)
     except UserError as reason:

@@ -31,11 +31,9 @@ def live_policy() -> str:
 
 
 def report_page(title: str, data: str, arms: Sequence[Mapping[str, str]] = ()) -> str:
-    """Renders the page as one file.
+    """Renders the page, with the JSON `data` of its content, as one file.
 
-    Args:
-        data: The JSON of its content.
-        arms: Facts about the runs as arms of a sweep, by column; shown above everything else.
+    `arms` has facts about the runs as arms of a sweep, by column; they are shown above everything else.
     """
     styles = (STATIC / "style.css").read_text()
     # `data:` URLs, because a file cannot import its own parts

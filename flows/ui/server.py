@@ -68,12 +68,7 @@ class Opened:
     """A run that the page shows. It stays open, so that each look reads only new commits."""
 
     def __init__(self, url: str) -> None:
-        """Opens the run at `url`.
-
-        Raises:
-            UserError: There is no run.
-            Corrupt: The log is damaged.
-        """
+        """Opens the run at `url`. Raises `UserError` if there is none, `Corrupt` if its log is damaged."""
         self.run: Run = open_run(url)
         self.lock = threading.Lock()
         """Held while the log, indexes and manifests are read, since reading the log changes the state; never while a
@@ -87,9 +82,7 @@ class Opened:
     def look(self) -> str:
         """Reads the log on to its end; returns a version of the page, which changes only with the page.
 
-        Raises:
-            UserError: The run is gone, or another one is in its place.
-            Corrupt: The log is damaged.
+        Raises `UserError` if the run is gone, or another one is in its place; `Corrupt` if the log is damaged.
         """
         objects, before = self.run.store.objects, self.run.state
         last = objects.get_if_there(slot_key(before.slot))
@@ -101,18 +94,13 @@ class Opened:
         self._damages[str(damage)] = None
 
     def view(self, name: str) -> RunView:
-        """Describes the run, under the page's name for it."""
         closed = self.run.state.iteration
         self._metrics += self.run.metric_rows(closed - self._read, self._damaged)
         self._read = closed
         return run_view(self.run, name, self._metrics, self._damages)
 
     def tables(self, iteration: int | None) -> tuple[Tables, list[str]]:
-        """Returns the tables that statements about an iteration (None: all) can read, and the damages left out.
-
-        Raises:
-            UserError: There is no such iteration.
-        """
+        """Returns the tables that statements about an iteration (None: all) can read, and the damages left out."""
         damages: dict[str, None] = {}
 
         def damaged(damage: Corrupt) -> None:
@@ -126,11 +114,6 @@ class Opened:
             return tables_of(self.run, chosen, damaged), list(damages)
 
     def trajectory(self, child: SQLProcess, iteration: int, trajectory_id: str) -> TrajectoryDocument:
-        """Describes a trajectory.
-
-        Raises:
-            UserError: The run has no such trajectory, or it cannot be read.
-        """
         version = self.run.state.sha256  # before the tables: an open iteration may change
         tables, damages = self.tables(iteration)
         frame, unreadable = browsing.full_rows(child, tables, iteration, trajectory_id)
@@ -162,11 +145,9 @@ class Pages:
         self._html, self._policy = live_page(), live_policy()
 
     def page(self, request: Request) -> Response:
-        """Serves the page."""
         return HTMLResponse(self._html, headers={"Content-Security-Policy": self._policy})
 
     def runs(self, request: Request) -> Response:
-        """Lists the runs of the store."""
         summaries = runs_of(self.store_url)
         with self._lock:  # a run that was deleted is opened again if it comes back
             names = {summary.name for summary in summaries}
@@ -174,7 +155,7 @@ class Pages:
         return Response(SUMMARIES.dump_json(summaries), media_type="application/json", headers=NO_STORE)
 
     def run(self, request: Request) -> Response:
-        """Describes one run. The answer is empty (304) if the browser has the newest version."""
+        """Answers with 304 and no content if the browser has the newest version."""
         name = request.query_params.get("run", "")
         opened = self._open(name)
         with opened.lock:
@@ -184,7 +165,6 @@ class Pages:
             return _document(opened.view(name), {"ETag": tag, "Cache-Control": "no-cache"})
 
     async def trajectories(self, request: Request) -> Response:
-        """Lists trajectories of a run that match a filter."""
         values = dict(request.query_params)
         name = values.pop("run", "")
         try:
@@ -201,7 +181,6 @@ class Pages:
         return await self._with_child(request, matching)
 
     async def trajectory(self, request: Request) -> Response:
-        """Describes one trajectory of a run."""
         name, iteration = request.query_params.get("run", ""), request.query_params.get("iteration", "")
         if not iteration.isdecimal():
             raise UserError(f"iteration: {iteration!r} is no number")
@@ -239,13 +218,7 @@ class Pages:
 
 
 def app(store_url: str, host: str = "127.0.0.1", limits: SQLLimits = LIMITS) -> Starlette:
-    """Returns the web application.
-
-    Args:
-        store_url: The folder of runs.
-        host: The address that it will listen on.
-        limits: Limits of the statements of a request.
-    """
+    """Returns the web application, which will listen on `host`."""
     pages = Pages(store_url, limits)
 
     @asynccontextmanager
@@ -273,15 +246,9 @@ def app(store_url: str, host: str = "127.0.0.1", limits: SQLLimits = LIMITS) -> 
 
 
 def serve(store_url: str, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serves until interrupted.
+    """Serves until interrupted. `ready` is called with the page's URL once it can be opened. Port 0 is any free one.
 
-    Args:
-        store_url: The folder of runs.
-        port: The port; 0: any free one.
-        ready: Called with the page's URL once it can be opened.
-
-    Raises:
-        UserError: The address cannot be used.
+    Raises `UserError` if the address cannot be used.
     """
     from ratchet.tasks import pipeline  # noqa: F401  (imports torch, which the first visitor would have to wait for)
 
