@@ -42,7 +42,6 @@ class Model:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of the matrices of a layer."""
         return self.hidden * (2 * self.hidden + 2 * self.keys + 3 * self.intermediate)
 
     @property
@@ -202,5 +201,4 @@ ASSUMED = Assumed()
 
 
 def slowed(hardware: Hardware) -> Hardware:
-    """Returns the hardware at the rates that collectives reach."""
     return replace(hardware, nvlink=hardware.nvlink * ASSUMED.links, nic=hardware.nic * ASSUMED.links)

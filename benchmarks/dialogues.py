@@ -46,7 +46,6 @@ TRAJECTORIES, PER_SHARD, PROMPT = 128, 64, 32
 FEWEST, MOST, TURN = 4, 12, 8
 MEAN_S, LONG_S, LONG_SHARE = 0.05, 2.0, 0.02
 HEARD = [10, 11, 12, 13]
-"""An environment's answer."""
 
 
 def waits_of(number: int) -> list[float]:
@@ -143,7 +142,6 @@ class Costs(NamedTuple):
 
     @classmethod
     def fitted(cls, steps: Sequence[Step]) -> Costs:
-        """Returns the constants that fit measured steps best."""
         rows = np.array([(1.0, step.running, step.joining) for step in steps])
         seconds = np.array([step.seconds for step in steps])
         return cls(*map(float, np.linalg.lstsq(rows, seconds, rcond=None)[0]))

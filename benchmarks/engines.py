@@ -51,8 +51,6 @@ CHECKPOINTING: dict[str, bool | str] = {"none": False, "selective": "selective",
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table."""
-
     name: str
     trainer: dict[str, Any] = field(default_factory=dict)
     lora: bool = False

@@ -63,8 +63,6 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a step."""
-
     step: Step
     outcome: str
     """`ok`, `failed`, `too slow` or `skipped`, and the reason."""
@@ -148,7 +146,6 @@ def run(step: Step, left_s: float) -> Result:
 
 
 def machine(device: Device) -> str:
-    """Describes the GPU and the versions in one line."""
     import torch
 
     names = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "deepspeed", "vllm")
@@ -170,7 +167,6 @@ def _version(package: str) -> str | None:
 
 
 def report(about: str, results: Sequence[Result]) -> str:
-    """Renders the report in Markdown: a row per step, then the output of each."""
     lines = [f"{about}.", "", "| step | seconds | outcome |", "|---|---|---|"]
     for result in results:
         outcome = result.outcome.replace("|", "\\|")
@@ -246,7 +242,6 @@ def update(trained: TorchEngine, batch: TrajectoryBatch) -> None:
 
 
 def synchronize(device: Device) -> None:
-    """Waits until the device has computed everything."""
     import torch
 
     if device == "cuda":

@@ -90,7 +90,6 @@ class Memory:
         self._thread.start()
 
     def close(self) -> int:
-        """Ends sampling; returns the peak in bytes."""
         self._ended.set()
         self._thread.join()
         return self.peak
@@ -159,7 +158,6 @@ class Training:
         return left
 
     def end(self) -> None:
-        """Kills the process and all that it started."""
         with suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 child.kill()
@@ -168,7 +166,6 @@ class Training:
 
     @property
     def last_words(self) -> str:
-        """The end of its output."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
 
@@ -179,7 +176,6 @@ def _is_vllm(process: psutil.Process) -> bool:
 
 
 def about(config: RunConfig) -> str:
-    """Describes the training in a line."""
     model, rollout = parts.SIZES["1B" if parts.on_gpu() else "5M"], config.rollout
     return (
         f"GRPO of a Llama with {model['num_hidden_layers']} layers of {model['hidden_size']}, {config.model.dtype}, "

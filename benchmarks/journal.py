@@ -48,7 +48,6 @@ SOONEST_S, LATEST_S = 1.0, 6.0
 
 
 def counted(url: str) -> int:
-    """Returns the number of tokens that a server has generated."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{")))
 
@@ -79,7 +78,6 @@ def durable(run: Run) -> tuple[int, int]:
 
 
 def drive(config: RunConfig) -> None:
-    """Runs the stage, in the process that is killed."""
     with parts.opened(config) as driver:
         parts.synced(driver)
         print("ready", flush=True)
@@ -87,7 +85,6 @@ def drive(config: RunConfig) -> None:
 
 
 def kills(root: Path, options: argparse.Namespace) -> None:
-    """Prints a row per kill."""
     parts.model_folder(root / "model", options.size)
     parts.prompt_file(root / "prompts.jsonl", parts.prompt_ids(PROMPTS, PROMPT))
     rollout = {
@@ -151,7 +148,6 @@ def kills(root: Path, options: argparse.Namespace) -> None:
 
 
 def costs(root: Path) -> None:
-    """Prints the cost of one journal."""
     store = RunStore(ObjectStore(f"file://{root}/costs"))
     print("| trajectories x tokens | event loop | in all | MB |\n|---|---|---|---|")
     for count, tokens in ((256, 512), (256, 4096), (512, 4096)):

@@ -78,7 +78,6 @@ class Setup:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights in the rollout's type."""
         return BFLOAT16 * self.model.parameters
 
     @property
@@ -191,7 +190,6 @@ def by_call(setup: Setup) -> Iterator[np.ndarray]:
 
 
 def shards_of(setup: Setup) -> list[np.ndarray]:
-    """Returns the tokens of the responses of each shard."""
     responses, size = setup.lengths.responses, RolloutConfig().prompts_per_shard
     return [responses[start : start + size] for start in range(0, len(responses), size)]
 
@@ -249,7 +247,6 @@ def activations(setup: Setup, choice: Checkpointing) -> float:
 
 
 def iteration(setup: Setup) -> dict[str, float]:
-    """Returns seconds by part."""
     hardware, gpus = setup.hardware, setup.gpus
     shards = setup.state / gpus
     parts = {
@@ -329,7 +326,6 @@ def _gb(size: float) -> str:
 
 
 def memory_rows(setup: Setup) -> list[tuple[str, float]]:
-    """Returns the bytes of a GPU, in an update and in generation."""
     rest = training_bytes(setup)
     chosen = checkpointing(setup) or ("full", activations(setup, "full"))
     update = {**rest, f"activations, {chosen[0]}": chosen[1]}
@@ -338,7 +334,6 @@ def memory_rows(setup: Setup) -> list[tuple[str, float]]:
 
 
 def table(setups: Sequence[Setup]) -> str:
-    """Renders seconds by part, in Markdown."""
     columns = [iteration(setup) for setup in setups]
     heads = [f"{setup.model.name} on {setup.gpus}" for setup in setups]
     lines = ["| seconds | " + " | ".join(heads) + " |", "|---" * (1 + len(setups)) + "|"]
@@ -354,7 +349,6 @@ def table(setups: Sequence[Setup]) -> str:
 
 
 def memory_table(setups: Sequence[Setup]) -> str:
-    """Renders GB of a GPU, in Markdown."""
     rows = [memory_rows(setup) for setup in setups]
     heads = [f"{setup.model.name} on {setup.gpus}" for setup in setups]
     lines = ["| GB of a GPU | " + " | ".join(heads) + " |", "|---" * (1 + len(setups)) + "|"]

@@ -53,7 +53,6 @@ def model_folder(folder: Path, size: str) -> None:
 
 
 def prompt_ids(count: int, tokens: int) -> list[list[int]]:
-    """Returns prompts of random tokens."""
     return np.random.default_rng(0).integers(3, VOCABULARY, (count, tokens)).tolist()  # type: ignore[no-any-return]
 
 
@@ -96,7 +95,6 @@ def on_gpu() -> bool:
 
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Driver]:
-    """Opens a driver of a new run."""
     with driving(config, dependencies(config)) as driver:
         yield driver
 
@@ -120,7 +118,6 @@ def synced(driver: Driver) -> float:
 
 
 def vllm_options(config: RunConfig) -> dict[str, Any]:
-    """Returns the options with which Ratchet starts vLLM."""
     from ratchet.rlhf.models.tokenizers import load_tokenizer
     from ratchet.rlhf.rollout.build import vllm_rollout
 
@@ -152,7 +149,6 @@ class Direct:
         self._process.communicate()
 
     def ask(self, question: Any = None) -> Any:
-        """Returns the answer to a question, as JSON."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()

@@ -39,7 +39,6 @@ OBJECTIVE = ActorObjective(PPOClip(), None, "k3", 0.0, on_policy=False)
 
 
 def batch_of(prompt_tokens: int, n: int) -> TrajectoryBatch:
-    """Returns trajectories with random tokens."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, VOCABULARY, (PROMPTS, prompt_tokens)).repeat(n, axis=0)
     lengths = np.linspace(SHORTEST, LONGEST, PROMPTS * n).astype(int)

@@ -108,8 +108,6 @@ def half_as_fast(process: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Completed:
-    """A trajectory that a replica has completed."""
-
     at: float
     replica: int
     tokens: int
@@ -132,8 +130,6 @@ def watch() -> None:
 
 @dataclass(frozen=True)
 class Round:
-    """The measurements of a run of the stage."""
-
     seconds: float
     tokens: tuple[int, int]
     """Of each replica; the second one is slow."""
@@ -181,8 +177,6 @@ class Idle:
 
 
 def drop_seconds(count: int) -> float:
-    """Returns the seconds until replicas have dropped a shard."""
-
     def generate(replica: Any, *_: object) -> list[Generated]:
         time_is_up: list[Generated] = replica.generate()
         return time_is_up
@@ -241,7 +235,6 @@ def main() -> None:
 
 
 def show(driver: Driver, limit: int, count: int) -> None:
-    """Prints the row of one `max_in_flight`."""
     assert driver.rollout.replicas is not None
     driver.rollout.replicas.close()
     driver.rollout.replicas = None

@@ -82,7 +82,6 @@ def make(config: RunConfig) -> None:
 
 
 def resume(config: RunConfig) -> float:
-    """Resumes a run; returns milliseconds."""
     store = RunStore(ObjectStore(url(config)))
     started = time.perf_counter()
     store.log.read()

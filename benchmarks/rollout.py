@@ -70,7 +70,6 @@ ROLLOUT_OF_SEEDS = {
 
 
 def response_lengths(prompts: int) -> list[int]:
-    """Returns the tokens of each response."""
     drawn = np.random.default_rng(0).lognormal(np.log(MEAN) - 0.5, 1.0, prompts * SAMPLES)
     return np.clip(np.round(drawn), 1, LONGEST).astype(int).tolist()  # type: ignore[no-any-return]
 
@@ -183,7 +182,6 @@ def posted(url: str, model: str, prompts: Sequence[Sequence[int]], lengths: Sequ
 
 
 def measure(engine: str, root: Path, options: argparse.Namespace) -> None:
-    """Prints the rows of one engine."""
     prompts = PROMPTS_PER_SHARD if engine == "hf" else options.prompts
     lengths, texts = response_lengths(prompts), parts.prompt_ids(prompts, PROMPT)
     parts.prompt_file(root / "prompts.jsonl", texts)
@@ -234,7 +232,6 @@ def measure(engine: str, root: Path, options: argparse.Namespace) -> None:
 
 
 def measure_seeds(root: Path, options: argparse.Namespace) -> None:
-    """Prints the cost of seeds."""
     config = parts.run_config(root, "vllm", options.prompts, {"max_prompt_tokens": PROMPT}, ROLLOUT_OF_SEEDS)
     texts, lengths = parts.prompt_ids(options.prompts, PROMPT), [STEPS] * (options.prompts * SAMPLES)
     seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -253,7 +250,6 @@ def measure_seeds(root: Path, options: argparse.Namespace) -> None:
 
 
 def measure_host(root: Path, options: argparse.Namespace) -> None:
-    """Prints the cost of a step beside the model."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     from ratchet.rlhf.rollout.vllm_process import FLUSH_S, VLLM
 

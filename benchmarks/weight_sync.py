@@ -54,7 +54,6 @@ def main() -> None:
 
 
 def started(folder: Path, dtype: str) -> Any:
-    """Starts vLLM in this process."""
     from vllm import LLM
 
     return LLM(
@@ -91,7 +90,6 @@ def compare_experts(folder: Path, rounds: int) -> None:
 
 
 def compare(folder: Path, dtype: str, rounds: int) -> None:
-    """Prints bytes and seconds of both ways."""
     llm = started(folder, dtype)
     engine = TorchEngine(load_actor(ModelConfig(path=str(folder), dtype=dtype)), "policy")
     seconds: dict[str, list[float]] = {"buckets": [], "files": []}

@@ -97,7 +97,6 @@ def live(page: Page, store: str) -> Iterator[str]:
 
 
 def visit(page: Page, url: str) -> None:
-    """Opens a live page, and waits until it shows its runs."""
     page.goto(url)
     page.wait_for_selector("body[data-ready]")
 

@@ -16,7 +16,6 @@ from tests.served import served
 
 
 def code(folder: Path, language: str) -> str:
-    """Returns the card's block of code in a language."""
     text = (folder / "README.md").read_text().partition("\n---\n")[2]
     [block] = [token.content for token in MarkdownIt("commonmark").parse(text) if token.info == language]
     return block

@@ -45,7 +45,6 @@ class History:
 
     @property
     def shards(self) -> Counter[tuple[str, int, int]]:
-        """Committed shards: (stage, iteration, shard)."""
         return Counter((shard.stage, shard.iteration, shard.shard) for shard in self.commits(ShardCommit))
 
     @property

@@ -116,7 +116,6 @@ def judged(question: Question) -> dict[str, Any]:
 
 @contextmanager
 def judge_server(**settings: Any) -> Iterator[JudgeServer]:
-    """Serves on loopback."""
     judge = JudgeServer(**settings)
 
     class Handler(BaseHTTPRequestHandler):

@@ -12,7 +12,6 @@ FOR_GROUP = 0o027
 
 @contextmanager
 def umask(mask: int) -> Iterator[None]:
-    """Sets the umask of this process."""
     before = os.umask(mask)
     try:
         yield

@@ -20,7 +20,6 @@ START_S = 600.0
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lets only one process at a time inside, for this folder."""
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -124,7 +124,6 @@ class Processes:
         return self._start(_train, config, faults, setup)
 
     def cli(self, *arguments: object, faults: tuple[Fault, ...] = (), setup: Callable[[], None] | None = None) -> Child:
-        """Starts the command `ratchet`."""
         return self._start(_cli, [str(argument) for argument in arguments], faults, setup)
 
     def _start(self, run: Callable[[Any], None], argument: Any, faults: tuple[Fault, ...], setup: Any) -> Child:

@@ -26,8 +26,6 @@ from tests.s3_server import moto_server, s3_at
 
 @dataclass
 class Outcome:
-    """The answers that drivers got."""
-
     terms: list[int] = field(default_factory=list)
     """Terms of the claims that they won."""
     committed: list[int] = field(default_factory=list)

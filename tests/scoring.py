@@ -40,7 +40,6 @@ def trajectory(
 
 
 def letters_of(text: str) -> list[int]:
-    """Returns the tokens of a text, each a letter."""
     return [ord(letter) for letter in text]
 
 

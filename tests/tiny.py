@@ -27,7 +27,6 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer(letters: str = LETTERS) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with a token for each letter."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -43,7 +43,6 @@ def load_environment(kind: str = "single", turns: int = 3) -> Any:
 
 
 def register() -> None:
-    """Registers the environment of gymnasium."""
     import gymnasium
 
     class Echo(gymnasium.Env):

@@ -37,8 +37,6 @@ TRL = {"grpo": "1.16.0", "ppo": "1.12.0"}
 
 @dataclass(frozen=True)
 class Work:
-    """The work of both sides."""
-
     name: str
     algorithm: str
     n: int

@@ -41,7 +41,6 @@ def history_of(url: str, folder: Path) -> History:
 
 
 def result_of(kind: Kind, url: str, folder: Path) -> Result:
-    """Returns the result of a run; raises if the run is not sound."""
     history = history_of(url, folder)
     history.check_sound(killed=True)
     rows = [] if kind.is_fit else [len(history.run.trajectories([k])) for k in range(history.state.iteration)]

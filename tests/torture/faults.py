@@ -184,7 +184,6 @@ def take_overs(victim: Victim) -> None:
 
 
 def _until_it_sleeps(child: Child) -> None:
-    """Waits until a child sleeps or has ended."""
     deadline = time.monotonic() + WAIT_S
     while child.process.is_alive() and not _sleeps(child):
         if time.monotonic() > deadline:
