@@ -57,5 +57,6 @@ def run_stages(driver: Driver, k: int, generated: StageHandle) -> None:
         else:
             handles[stage.name] = start(driver, stage, k, handles)
     finish(driver)
+    # last: a skip gives a role's weights their next version, and the other stages compute with this one
     for stage, reason in skipped:
         skip_update(driver, stage, k, reason)

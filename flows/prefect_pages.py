@@ -105,9 +105,11 @@ class _Pages:
             return
         context.task_run.name = name  # the task sends it with its next event; until then, `_tell` does
         bar, now = f"{_slug(self.run)}-{_slug(stage)}", time.monotonic()
+        # a stage that starts gets a new bar
         if done == 0 and event.in_flight is None:
             self.bars.pop(bar, None)
             self.updated[bar] = now
+        # a bar that is shown ends at 100 %, whenever the last update was
         finishes = done == total and bar in self.bars
         if now - self.updated.get(bar, now) < EVERY_S and not finishes:
             return

@@ -160,6 +160,7 @@ def _row(key: str, algorithm: type) -> str:
     minimal = {
         "model": {"path": "model"},
         "data": {"train": "prompts.parquet"},
+        # these add no stages
         "algorithm": {"loss": "gpg", "advantage": "grpo"},
     }
     environment = {"name": "calculator", "on_error": "fail"}

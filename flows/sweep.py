@@ -214,6 +214,7 @@ def _run_arms(sweep: Sweep, train: Train, say: Say, journal: Path) -> Iterator[A
         for attempt in group:
             score = None if attempt.is_stopped else attempt.arm.score
             study.tell(attempt.trial, score, state=_state(attempt.is_stopped))
+        # only for people: a repeated command computes the choices from the scores of the arms again
         objects.put(STUDY, journal.read_bytes())
         yield from (attempt.arm for attempt in group)
 

@@ -47,6 +47,7 @@ def tracking(config: RunConfig, run_id: str, samples: Samples) -> Iterator[Track
             trackers[name] = tracker
 
     def track(iteration: int, metrics: Mapping[str, float]) -> None:
+        # a copy, since a tracker that fails is removed
         for name, tracker in list(trackers.items()):
             if not _attempt(name, partial(_log, tracker, iteration, metrics, samples)):
                 del trackers[name]

@@ -53,6 +53,7 @@ def noted(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def body(*args: P.args, **kwargs: P.kwargs) -> R:
+        # without `recorded`, nobody reads the ending
         ending, began = _ending.get() or _Ending[object](), time.monotonic()
         token = _ending.set(None)  # the tasks that it calls have outcomes of their own
         try:

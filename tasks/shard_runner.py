@@ -45,6 +45,7 @@ def run_rows(
     done = {number: shard for number, shard in committed_shards.items() if number < total}
     beyond = [shard.data.key for number, shard in committed_shards.items() if number >= total]
     if until is None:
+        # with a stop condition, the shards that count are only known at the end
         handle.expect(total)
         handle.show({number: shard.data for number, shard in done.items()})
     job = ShardJob(driver, stage, iteration, inputs, attempt, total, handle)

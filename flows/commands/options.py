@@ -91,6 +91,7 @@ def url_of(name: str, store: str) -> str:
 
     if "://" in name:
         return name.rstrip("/")
+    # without a slash, the name of a folder may be that of a run
     return f"file://{Path(name).resolve()}" if Path(name).is_dir() and "/" in name else run_url(store, name)
 
 

@@ -264,6 +264,7 @@ def _parent(run: Run, damaged: OnDamage) -> str | None:
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     values: dict[str, str] = {}
     for key, value in tree.items():
+        # an empty section is a value itself
         inner = isinstance(value, dict) and value
         values |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": json.dumps(value).strip('"')}
     return values
@@ -310,6 +311,7 @@ def quantities_of(row: Row) -> dict[str, np.ndarray[Any, Any]]:
         quantities["log-prob less the teacher's"] = old - arrays["teacher_log_probs"]
     if "old_log_probs" in arrays:
         quantities["log-prob less the rollout's"] = old - arrays["rollout_log_probs"]
+    # only conversations have tokens that the policy did not write
     if not arrays["response_mask"].all():
         quantities["written by the policy"] = arrays["response_mask"]
     return quantities | ({"entropy": arrays["entropy"]} if "entropy" in arrays else {})
