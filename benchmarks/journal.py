@@ -103,7 +103,7 @@ def kills(root: Path, options: argparse.Namespace) -> None:
         "| kill | tokens generated | tokens per second | twice | in seconds | durable, of responses |\n"
         "|---|---|---|---|---|---|"
     )
-    with serving(vllm | {"disable_log_stats": False}, root / "server.log") as url:  # they have the tokens
+    with serving(vllm | {"disable_log_stats": False}, root / "server.log") as url:  # they count its tokens
         config = config.with_values(
             {"rollout.engine": {"type": "server", "urls": [url], "weights_folder": str(root / "weights")}}
         )

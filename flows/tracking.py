@@ -63,7 +63,7 @@ def _attempt(name: str, action: Callable[[], T]) -> T | None:
     """Returns the result of a tracker's action; None, after a note, if it fails."""
     try:
         return action()
-    except Exception as error:  # a service of others may raise anything
+    except Exception as error:  # a third-party service may raise anything
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         note(f"tracking: {name} failed, and the run continues without it: {first}")
         return None

@@ -138,5 +138,5 @@ def _shared_client() -> Iterator[None]:
         with context:
             yield
     finally:
-        with suppress(Exception):  # what the iterations raised counts
+        with suppress(Exception):  # an error of the client must not replace one of the iterations
             run_coro_as_sync(context.client.__aexit__())

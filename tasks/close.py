@@ -24,12 +24,12 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
     """Commits the end of an iteration; returns its metrics."""
     store, config = driver.store, driver.config
     metrics = iteration_metrics(driver, iteration)
-    if driver.state.iteration > iteration:  # the record of an earlier try was written after all
+    if driver.state.iteration > iteration:  # the record of an earlier attempt was written after all
         return metrics
     version = iteration + 1
     commits: list[Commit] = []
     last = version == config.iterations
-    is_begun = driver.snapshots.being_written == version  # by an earlier try
+    is_begun = driver.snapshots.being_written == version  # by an earlier attempt
     if not is_begun:
         driver.snapshots.settle(wait=False)
     if config.train.updates and (last or is_begun or driver.snapshots.is_due(version)):

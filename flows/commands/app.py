@@ -35,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(context_settings={"ignore_unknown_options": True})(convert)  # those of the other program
+app.command(context_settings={"ignore_unknown_options": True})(convert)  # the options of the other program
 app.command()(dataset)
 app.command(epilog=config_keys() if "--help" in sys.argv else None)(train)
 command: Callable[..., None]

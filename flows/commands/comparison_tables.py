@@ -169,7 +169,7 @@ def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
         return [*lines, "both score the same answers: the difference is one of the rewards, not of the policies"]
     with_bs = shlex.join(f"{key}={b}" for key, (_, b) in rewards.changed.items())
     again = [f"{name}-rescored" for name in names]
-    if not comparison.same_seed:  # whose training scores do not pair, and rescored runs have no validations
+    if not comparison.same_seed:  # their training scores do not pair, and rescored runs have no validations
         a, b = (f"ratchet evaluate {name}" for name in names)
         if rewards.changed:
             then = f"score answers of A with the reward of B: `{a} {with_bs}`, and compare with the validations of B"

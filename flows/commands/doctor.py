@@ -80,7 +80,7 @@ def _version(package: str) -> str:
 def _tried(attempt: Callable[[], str]) -> str:
     """Returns the result of an attempt, or a description of its error."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of packages, which the table is not about
+        with warnings.catch_warnings(action="ignore"):  # warnings of packages, which the table is not about
             return attempt()
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"

@@ -200,7 +200,7 @@ def _turn_scores(batch: TrajectoryBatch) -> Iterator[np.ndarray | None]:
             continue
         placed = np.zeros(length, dtype=np.float32)
         for end, reward in zip(ends, rewards, strict=True):
-            if end and mask[first + end - 1]:  # a turn without tokens has no place: its reward is in the rest
+            if end and mask[first + end - 1]:  # a turn without tokens has no place: its reward goes to the last token
                 placed[end - 1] += reward
         yield placed
 
