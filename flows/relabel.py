@@ -120,9 +120,8 @@ def begin(round_: Relabel) -> Pairs:
         objects.put(PAIRS, parquet_bytes(table))
         objects.put(TASKS, label_studio_tasks(rows).encode())
         objects.put(INTERFACE, LABELING_CONFIG.encode())
-        stored = _once(
-            objects, SPEC, round_.model_dump_json(indent=1).encode()
-        )  # last: it says that the pairs are complete
+        # last: it says that the pairs are complete
+        stored = _once(objects, SPEC, round_.model_dump_json(indent=1).encode())
     before = _spec(objects, stored)
     if before != round_:
         changed = [name for name in Relabel.model_fields if getattr(before, name) != getattr(round_, name)]
