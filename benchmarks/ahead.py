@@ -1,5 +1,5 @@
-"""Seconds per iteration with vLLM and the trainer in two processes: alternating (`sync`), or with vLLM generating ahead
-(`one_step_off`, `async`).
+"""Measures seconds per iteration with vLLM and the trainer in two processes: in turn (`sync`), or with vLLM generating
+ahead (`one_step_off`, `async`).
 
     OMP_NUM_THREADS=1 python benchmarks/ahead.py [--iterations 6]
 
@@ -28,7 +28,7 @@ WARM = 2
 
 
 def measure(mode: str, folder: Path, iterations: int) -> None:
-    """Print the wall-clock seconds of each iteration, and the sum of its stages' seconds."""
+    """Prints the wall-clock seconds of each iteration, and the sum of its stages' seconds."""
     from ratchet.flows.train import train
     from ratchet.infra.progress import Event, IterationClosed, listening
     from tests import tiny

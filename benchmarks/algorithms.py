@@ -1,4 +1,4 @@
-"""Held-out solve rates on Countdown after the same number of generated tokens, for several recipes and seeds.
+"""Measures held-out solve rates on Countdown after the same number of generated tokens, for several recipes and seeds.
 
     make demo                                   # once: the data and the supervised model
     OMP_NUM_THREADS=1 python benchmarks/algorithms.py ppo grpo rloo dapo --tokens 240000 --seeds 0 1 2
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(recipe: str, seed: int, budget: int, store: str, console: Console) -> tuple[float, int, float]:
-    """Train a recipe; returns its solve rate, iterations, and generated tokens."""
+    """Trains a recipe; returns its solve rate, iterations, and generated tokens."""
     config = load_config(EXAMPLES / f"{recipe}.yaml").with_values(
         {
             "run.name": f"{recipe}-{seed}",
@@ -81,7 +81,7 @@ def measure(recipe: str, seed: int, budget: int, store: str, console: Console) -
 
 
 def progress(config: RunConfig) -> tuple[int, float]:
-    """The number of iterations that a run has closed, and of tokens generated in them."""
+    """Returns the number of iterations that a run has closed, and of tokens generated in them."""
     try:
         run = open_run(run_url(config.run.store, config.run.name))
     except UserError:

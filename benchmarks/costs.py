@@ -1,5 +1,7 @@
-"""What an iteration costs on paper: parameters, FLOPs, and the bytes that are moved and held. Pure formulas, in bytes,
-FLOPs and seconds."""
+"""Computes the costs of an iteration on paper: parameters, FLOPs, and the bytes moved and held.
+
+Pure formulas, in bytes, FLOPs and seconds.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ class Model:
     key_value_heads: int
     vocabulary: int
     tied: bool
-    """Whether the embedding is the head, too."""
+    """True if the embedding is also the head."""
     biased: bool
-    """Whether q, k and v have biases."""
+    """True if q, k and v have biases."""
 
     @property
     def head_dim(self) -> int:
@@ -40,7 +42,6 @@ class Model:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of the matrices of a layer."""
         return self.hidden * (2 * self.hidden + 2 * self.keys + 3 * self.intermediate)
 
     @property
@@ -50,7 +51,6 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """All elements of the model."""
         ends = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return self.layers * self.layer_parameters + ends + self.hidden
 
@@ -60,23 +60,23 @@ class Model:
         return BFLOAT16 * 2 * self.layers * self.keys
 
     def forward_flops(self, tokens: float, attended: float, predicted: float) -> float:
-        """FLOPs of a forward pass; a backward pass takes twice as many.
+        """Returns the FLOPs of a forward pass; a backward pass takes twice as many.
 
         Args:
-            tokens: tokens that are computed.
-            attended: pairs of a token and a token that it attends to.
-            predicted: tokens whose logits are computed.
+            tokens: Tokens that are computed.
+            attended: Pairs of a token and a token that it attends to.
+            predicted: Tokens whose logits are computed.
         """
         matrices = 2 * self.layers * self.layer_weights * tokens
         attention = 4 * self.layers * self.heads * self.head_dim * attended
         return matrices + attention + 2 * self.vocabulary * self.hidden * predicted
 
     def activation_bytes(self, checkpointing: Checkpointing) -> int:
-        """Bytes per token that a forward pass keeps for the backward pass, without the head.
+        """Returns the bytes per token that a forward pass keeps for the backward pass, without the head.
 
         Args:
-            checkpointing: none: everything. full: only the input of each layer. selective: also what attention and
-                every second matrix product return.
+            checkpointing: none: everything. full: only the input of each layer. selective: also the outputs of
+                attention and of every second matrix product.
         """
         if checkpointing == "full":
             return self.layers * BFLOAT16 * self.hidden
@@ -114,16 +114,16 @@ class Hardware:
     nvlink: float = 450e9
     pcie: float = 55e9
     nic: float = 50e9
-    """Of each GPU, to other nodes."""
+    """Per GPU, to other nodes."""
     disk: float = 2e9
-    """Of each node, to a disk or an object store."""
+    """Per node, to a disk or an object store."""
     gpus_per_node: int = 8
 
     def gathering(self, size: float, gpus: int) -> float:
-        """Seconds until every GPU has all of `size` bytes that are sharded over the GPUs.
+        """Returns the seconds until every GPU has all of `size` bytes that are sharded over the GPUs.
 
-        Within a node, each GPU receives what others have through NVLink; a node receives what other nodes have through
-        its NICs. Both run at the same time.
+        Within a node, each GPU receives the others' shards through NVLink; a node receives the other nodes' through its
+        NICs. Both run at the same time.
         """
         nodes = -(-gpus // self.gpus_per_node)
         within = min(gpus, self.gpus_per_node)
@@ -140,7 +140,7 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Lengths:
-    """Trajectories by prompt, in tokens."""
+    """Lengths of trajectories by prompt, in tokens."""
 
     prompt: int
     responses: np.ndarray
@@ -148,15 +148,16 @@ class Lengths:
 
     @classmethod
     def drawn(cls, prompts: int, n: int, prompt: int, response: int, longest: int) -> Lengths:
-        """Draw log-normal lengths of responses.
+        """Draws log-normal lengths of responses.
 
         Args:
-            prompts: number of prompts.
-            n: responses per prompt.
-            prompt: tokens of every prompt.
-            response: mean tokens of a response, before the limit.
-            longest: limit on the tokens of a response.
+            prompts: Number of prompts.
+            n: Responses per prompt.
+            prompt: Tokens of every prompt.
+            response: Mean tokens of a response, before the limit.
+            longest: Limit on the tokens of a response.
         """
+        # the mean of this log-normal is 1
         noise = np.random.default_rng(0).lognormal(-(0.7**2) / 2, 0.7, (prompts, n))
         return cls(prompt, np.clip(response * noise, 1, longest).astype(np.int64))
 
@@ -171,14 +172,14 @@ class Lengths:
 
     @property
     def attended_by_responses(self) -> int:
-        """Pairs of a response token and a token before it: what decoding reads of the key-value cache, in tokens."""
+        """Pairs of a response token and an earlier token: decoding's reads of the key-value cache, in tokens."""
         responses = self.responses
         return int((responses * self.prompt + responses * (responses + 1) // 2).sum())
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What is neither measured here nor in a data sheet: how much of the hardware's rate the software reaches."""
+    """Assumed shares of the hardware's rates that software reaches, neither measured here nor in a data sheet."""
 
     mfu: float = 0.40
     """Share of peak FLOPs that the passes of the trainer reach, the goal; FLOPs of recomputation do not count."""
@@ -200,5 +201,4 @@ ASSUMED = Assumed()
 
 
 def slowed(hardware: Hardware) -> Hardware:
-    """The hardware at the rates that collectives reach."""
     return replace(hardware, nvlink=hardware.nvlink * ASSUMED.links, nic=hardware.nic * ASSUMED.links)

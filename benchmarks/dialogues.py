@@ -1,4 +1,4 @@
-"""Seconds of a stage whose trajectories talk to environments of very different speed, against an ideal schedule.
+"""Measures a stage whose trajectories talk to environments of very different speed, against an ideal schedule.
 
     OMP_NUM_THREADS=1 python benchmarks/dialogues.py [--rounds 3] [--trajectories 128]
 
@@ -7,8 +7,8 @@ weights, float32; vLLM on the CPU. An environment sleeps before it answers with 
 50 ms, and one call in fifty 2 s. Turns and times are drawn with a fixed seed. The stage is that of a real run: driver,
 store on disk, worker and engine; from its start until it is committed.
 
-"Ideal" is computed from the same drawn times: a dialogue waits for its own turns and its own environment, and for
-nothing else. Its turns share the engine. A step of the engine gives a token to every running dialogue and takes
+"Ideal" is computed from the same drawn times: a dialogue waits only for its own turns and its own environment. Its
+turns share the engine. A step of the engine gives a token to every running dialogue and takes
 a + b * running + c * joining seconds ("joining": turns whose prompt is computed in this step). The three constants are
 fitted to the steps of the bare loop. "Bare loop" is one process that calls `LLMEngine.step` and starts a dialogue's
 next turn as soon as its time is over, without threads, and without Ratchet. "Lockstep" is computed with the same
@@ -46,11 +46,10 @@ TRAJECTORIES, PER_SHARD, PROMPT = 128, 64, 32
 FEWEST, MOST, TURN = 4, 12, 8
 MEAN_S, LONG_S, LONG_SHARE = 0.05, 2.0, 0.02
 HEARD = [10, 11, 12, 13]
-"""What an environment answers."""
 
 
 def waits_of(number: int) -> list[float]:
-    """The seconds for which the environment of a trajectory sleeps after each turn."""
+    """Returns the seconds for which the environment of a trajectory sleeps after each turn."""
     random = np.random.default_rng([0, number])
     turns = int(random.integers(FEWEST, MOST + 1))
     waits = random.exponential(MEAN_S, turns)
@@ -59,7 +58,7 @@ def waits_of(number: int) -> list[float]:
 
 
 class Slow:
-    """The environment."""
+    """An environment that sleeps before it answers."""
 
     stop: tuple[str, ...] = ()
 
@@ -72,7 +71,7 @@ class Slow:
 
 
 def speak_briefly(engine: RolloutEngine) -> None:
-    """Let each turn of the policy end after `TURN` tokens."""
+    """Makes each turn of the policy end after `TURN` tokens."""
     whole = engine.stream
 
     async def stream(request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
@@ -85,15 +84,13 @@ def speak_briefly(engine: RolloutEngine) -> None:
 
 
 class Step(NamedTuple):
-    """A step of the engine."""
-
     running: int
     joining: int
     seconds: float
 
 
 def direct(options: dict[str, Any]) -> None:
-    """The bare loop; each answer is the seconds of a round, and the engine's steps."""
+    """Runs the bare loop; answers with the seconds of a round, and the engine's steps."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     engine = LLM(**options["vllm"]).llm_engine
@@ -139,15 +136,12 @@ def direct(options: dict[str, Any]) -> None:
 
 
 class Costs(NamedTuple):
-    """The seconds of a step of the engine."""
-
     fixed: float
     running: float
     joining: float
 
     @classmethod
     def fitted(cls, steps: Sequence[Step]) -> Costs:
-        """The constants that fit measured steps best."""
         rows = np.array([(1.0, step.running, step.joining) for step in steps])
         seconds = np.array([step.seconds for step in steps])
         return cls(*map(float, np.linalg.lstsq(rows, seconds, rcond=None)[0]))
@@ -156,12 +150,12 @@ class Costs(NamedTuple):
         return self.fixed + self.running * running + self.joining * joining
 
     def turn(self, together: int) -> float:
-        """The seconds of a turn of dialogues that start it together."""
+        """Returns the seconds of a turn of dialogues that start it together."""
         return self.of(together, together) + (TURN - 1) * self.of(together, 0)
 
 
 def ideal(plan: Sequence[Sequence[float]], costs: Costs) -> tuple[float, float]:
-    """The seconds of the ideal schedule, and those in which its engine is busy."""
+    """Returns the seconds of the ideal schedule, and those in which its engine is busy."""
     waits = [deque(of_one) for of_one in plan]
     ready = [(0.0, number) for number in range(len(plan))]
     left: dict[int, int] = {}
@@ -187,7 +181,7 @@ def ideal(plan: Sequence[Sequence[float]], costs: Costs) -> tuple[float, float]:
 
 
 def lockstep(plan: Sequence[Sequence[float]], costs: Costs) -> float:
-    """The seconds if every turn waits for the slowest trajectory of its shard."""
+    """Returns the seconds if every turn waits for the slowest trajectory of its shard."""
     seconds = 0.0
     for first in range(0, len(plan), PER_SHARD):
         shard = plan[first : first + PER_SHARD]

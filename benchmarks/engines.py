@@ -1,5 +1,5 @@
-"""The cost of an update (seconds, and peak memory of the largest process) for each train engine and several options,
-and the cost of a call on Ray.
+r"""Measures an update (seconds, and peak memory of the largest process) with each train engine and several options, and
+a call on Ray.
 
     OMP_NUM_THREADS=1 python benchmarks/engines.py [--repeats 5] [--ray] [--only PART] [--size tiny|20m|1b|4b]
 
@@ -51,8 +51,6 @@ CHECKPOINTING: dict[str, bool | str] = {"none": False, "selective": "selective",
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table."""
-
     name: str
     trainer: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
@@ -84,7 +82,7 @@ OPTIONS = [
 
 
 def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str, repeats: int) -> None:
-    """Run updates on one rank, and send the median seconds, peak MB, parameters and tokens through `pipe`."""
+    """Runs updates on one rank, and sends the median seconds, peak MB, parameters and tokens through `pipe`."""
     import numpy as np
     import torch
 
@@ -145,7 +143,7 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
 
 
 def random_model(size: str, vocabulary: int) -> Any:
-    """A Llama with random weights, in float32, on the GPU if there is one."""
+    """Returns a Llama with random weights, in float32, on the GPU if there is one."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -166,7 +164,7 @@ def random_model(size: str, vocabulary: int) -> Any:
 def options_table(
     size: str, kernels: list[str], checkpointing: list[str], packing: list[str], steps: int
 ) -> list[dict[str, Any]]:
-    """Measure and print all combinations, each with its own engine; returns the rows."""
+    """Measures and prints all combinations, each with its own engine; returns the rows."""
     import torch
 
     device = torch.cuda.get_device_name() if gpus() else "CPU"
@@ -196,7 +194,7 @@ def options_table(
 
 
 def measured_options(size: str, kernels: str, checkpointing: str, packing: str, steps: int) -> dict[str, Any]:
-    """Measure updates of one combination; returns the figures by name."""
+    """Measures updates of one combination; returns the figures by name."""
     import numpy as np
     import torch
 
@@ -259,7 +257,7 @@ def measured_options(size: str, kernels: str, checkpointing: str, packing: str, 
 
 
 def model_flops(shape: dict[str, int], vocabulary: int, prompt: int, responses: Any) -> float:
-    """FLOPs of a step on sequences of one prompt length and the given response lengths, without recomputation.
+    """Returns the FLOPs of a step, without recomputation, on responses of these lengths to prompts of one length.
 
     Two per weight and token forwards and four backwards, and in attention as much for each pair of tokens that see each
     other and each element of queries (scores) and values. The head computes response tokens only.
@@ -272,7 +270,7 @@ def model_flops(shape: dict[str, int], vocabulary: int, prompt: int, responses: 
 
 
 def measured(case: Case, count: int, size: str, repeats: int) -> tuple[float, float, int, int]:
-    """Measure a case; returns seconds per update, MB of the largest process, parameters, and tokens per update."""
+    """Measures a case; returns seconds per update, MB of the largest process, parameters, and tokens per update."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -291,7 +289,7 @@ def measured(case: Case, count: int, size: str, repeats: int) -> tuple[float, fl
 
 
 def ray_call(repeats: int = 200) -> float:
-    """Milliseconds per call to a worker group with one worker; the call does nothing."""
+    """Returns milliseconds per call to a worker group with one worker; the call does nothing."""
     from ratchet.infra.store.records import Weights
     from ratchet.infra.workers.ray_group import RayGroup
     from ratchet.infra.workers.worker import Worker

@@ -1,4 +1,4 @@
-"""Tokens per second through the endpoint that agents call, against the same engine called directly.
+"""Measures tokens per second through the endpoint that agents call, against the same engine called directly.
 
     OMP_NUM_THREADS=1 python benchmarks/gateway.py [--rounds 5] [--calls 256] [--size 20M]
 
@@ -45,8 +45,6 @@ AT_ONCE, PROMPT, SHORTEST, LONGEST = 64, 32, 16, 96
 
 
 def directly(engine: VLLMRollout, prompts: list[list[int]], lengths: list[int], sampling: Sampling) -> float:
-    """Seconds for all requests, `AT_ONCE` at a time."""
-
     async def answered() -> None:
         slots = asyncio.Semaphore(AT_ONCE)
 
@@ -66,7 +64,6 @@ def directly(engine: VLLMRollout, prompts: list[list[int]], lengths: list[int], 
 def through(
     generator: Generator, gateway: Gateway, store: RunStore, prompts: list[list[int]], lengths: list[int], sampling: Any
 ) -> float:
-    """Seconds for all requests, made by `AT_ONCE` programs."""
     http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=AT_ONCE))
     numbers = iter(range(len(prompts)))
 

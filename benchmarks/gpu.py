@@ -1,4 +1,4 @@
-"""What a machine with one GPU shows within ten minutes, without vLLM, Prefect or DeepSpeed: `make gpu`.
+"""Measures a machine with one GPU within ten minutes, without vLLM, Prefect or DeepSpeed: `make gpu`.
 
     python benchmarks/gpu.py                       # on a GPU; writes gpu.md and prints it
     python benchmarks/gpu.py --only sync twice     # some of its steps
@@ -58,23 +58,21 @@ class Step:
     needs: tuple[str, ...] = ()
     """Modules without which it is skipped."""
     is_markdown: bool = True
-    """Whether it prints Markdown, and not plain text."""
+    """True if it prints Markdown, False for plain text."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a step."""
-
     step: Step
     outcome: str
-    """`ok`, `failed`, `too slow` or `skipped`, and why."""
+    """`ok`, `failed`, `too slow` or `skipped`, and the reason."""
     seconds: float
     output: str
     is_good: bool
 
 
 def steps(device: Device) -> tuple[Step, ...]:
-    """The steps in order; on a GPU, their limits add up to `MINUTES` at most."""
+    """Returns the steps in order; on a GPU, their limits add up to `MINUTES` at most."""
 
     def own(name: str, title: str, limit_s: float) -> Step:
         return Step(name, title, limit_s, (str(ROOT / "benchmarks/gpu.py"), "--step", name, "--device", device))
@@ -109,11 +107,11 @@ def steps(device: Device) -> tuple[Step, ...]:
 
 
 def run(step: Step, left_s: float) -> Result:
-    """Run a step in a process group of its own, which ends with it.
+    """Runs a step in a process group of its own, which ends with it.
 
     Args:
-        step: the step.
-        left_s: seconds that are left for all steps.
+        step: The step.
+        left_s: Seconds that are left for all steps.
     """
     missing = [name for name in step.needs if find_spec(name) is None]
     if missing or left_s <= 0:
@@ -148,7 +146,6 @@ def run(step: Step, left_s: float) -> Result:
 
 
 def machine(device: Device) -> str:
-    """The GPU and the versions, in one line."""
     import torch
 
     names = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "deepspeed", "vllm")
@@ -170,7 +167,6 @@ def _version(package: str) -> str | None:
 
 
 def report(about: str, results: Sequence[Result]) -> str:
-    """The report in Markdown: a row per step, then what each printed."""
     lines = [f"{about}.", "", "| step | seconds | outcome |", "|---|---|---|"]
     for result in results:
         outcome = result.outcome.replace("|", "\\|")
@@ -195,7 +191,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def engine(size: str, device: Device) -> TorchEngine:
-    """A train engine whose random weights are always the same."""
+    """Returns a train engine whose random weights are always the same."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -209,7 +205,7 @@ def engine(size: str, device: Device) -> TorchEngine:
 
 
 def trajectories(device: Device) -> TrajectoryBatch:
-    """Random trajectories, each prompt twice."""
+    """Returns random trajectories, each prompt twice."""
     import numpy as np
 
     from ratchet.rlhf.batch import TrajectoryBatch
@@ -229,7 +225,6 @@ def trajectories(device: Device) -> TrajectoryBatch:
 
 
 def update(trained: TorchEngine, batch: TrajectoryBatch) -> None:
-    """Take one optimizer step."""
     from ratchet.rlhf.algorithms import PPOClip
     from ratchet.rlhf.algorithms.objectives import ActorObjective
     from ratchet.rlhf.algorithms.optimizers import AdamW
@@ -247,7 +242,6 @@ def update(trained: TorchEngine, batch: TrajectoryBatch) -> None:
 
 
 def synchronize(device: Device) -> None:
-    """Wait until the device has computed everything."""
     import torch
 
     if device == "cuda":
@@ -255,7 +249,7 @@ def synchronize(device: Device) -> None:
 
 
 def started(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-    """Start another process that uses the device; returns it and a connection to it."""
+    """Starts another process that uses the device; returns it and a connection to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
@@ -265,7 +259,7 @@ def started(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connecti
 
 
 def step_memory(device: Device) -> None:
-    """Whether another process can have the memory that `place` gives back, and the state comes back unchanged."""
+    """Checks that another process can have the memory that `place` frees, and that the state comes back unchanged."""
     import torch
 
     size = "1b" if device == "cuda" else "tiny"
@@ -306,7 +300,7 @@ def _asked(other: Connection, nbytes: int) -> dict[str, Any]:
 
 
 def _other_process(pipe: Connection, device: Device) -> None:
-    """Say how much memory is free, and allocate what is asked for."""
+    """Reports how much memory is free, and allocates the requested bytes."""
     import psutil
     import torch
 
@@ -330,7 +324,7 @@ def _other_process(pipe: Connection, device: Device) -> None:
 
 
 def step_digest(device: Device) -> None:
-    """The digest is that of the CPU, however a tensor is cut; a flipped bit changes it; and how fast it is."""
+    """Checks that the digest equals the CPU's, however a tensor is cut, and that a flipped bit changes it; times it."""
     import torch
 
     from ratchet.rlhf.weights import state_digest
@@ -368,7 +362,7 @@ def step_digest(device: Device) -> None:
 
 
 def step_sync(device: Device) -> None:
-    """Send weights to another process on the same device, as to vLLM: which bytes, how fast, and are they right."""
+    """Sends weights to another process on the same device, as to vLLM; checks the bytes and measures the speed."""
     import torch
 
     from ratchet.rlhf.weights.buckets import DeviceMemory, SharedMemory, send
@@ -403,7 +397,7 @@ def step_sync(device: Device) -> None:
 
 
 def _weights(device: Device) -> tuple[list[tuple[str, Tensor]], str]:
-    """Random float32 weights of a model of 7 B, or of as many of its layers as fit with a copy in bfloat16."""
+    """Returns random float32 weights of a 7 B model, or of as many of its layers as fit with a copy in bfloat16."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -448,7 +442,7 @@ def _on_device(other: Connection) -> Callable[[Packed, DeviceMemory], None]:
 
 
 def _receiver(pipe: Connection, device: Device) -> None:
-    """Copy the buckets into a model of its own; answer with a checksum of each tensor at the end."""
+    """Copies the buckets into a model of its own; answers with a checksum of each tensor at the end."""
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -476,7 +470,7 @@ def _receiver(pipe: Connection, device: Device) -> None:
 
 
 def step_twice(device: Device) -> None:
-    """Whether an update from the same weights gives the same bits, in deterministic mode."""
+    """Checks that an update from the same weights gives the same bits twice, in deterministic mode."""
     from ratchet.rlhf.distributed import determinism
 
     determinism.enforce()

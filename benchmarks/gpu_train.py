@@ -1,4 +1,4 @@
-"""A whole small run as a user starts it, killed and resumed: `make gpu-train`.
+"""Trains a whole small run as a user starts it, killed and resumed: `make gpu-train`.
 
     python benchmarks/gpu_train.py [--iterations 6] [--output gpu-train.md]
 
@@ -46,7 +46,7 @@ WAIT_S = 1800.0
 
 
 def config_of(root: Path, iterations: int) -> RunConfig:
-    """The run: 1 B parameters on a GPU, 5 M without one."""
+    """Returns the config: 1 B parameters on a GPU, 5 M without one."""
     on_gpu = parts.on_gpu()
     prompts, n, response = (32, 8, 512) if on_gpu else (8, 4, 48)
     return parse_config(
@@ -77,7 +77,9 @@ def config_of(root: Path, iterations: int) -> RunConfig:
 
 @dataclass
 class Memory:
-    """The largest amount of memory in use, sampled while a run works: of the GPU, or of the run's processes."""
+    """Samples the memory in use while a run works, of the GPU or of the run's processes, and keeps the largest
+    amount.
+    """
 
     process: psutil.Process
     peak: int = 0
@@ -88,7 +90,6 @@ class Memory:
         self._thread.start()
 
     def close(self) -> int:
-        """End sampling; returns the peak in bytes."""
         self._ended.set()
         self._thread.join()
         return self.peak
@@ -110,7 +111,7 @@ def _gpu_bytes() -> int:
 
 
 class Training:
-    """A process that trains, and when it closed each iteration."""
+    """A process that trains, and the times at which it closed iterations."""
 
     def __init__(self, root: Path, config: RunConfig, name: str) -> None:
         path = root / "run.yaml"
@@ -131,10 +132,10 @@ class Training:
         self.memory = Memory(psutil.Process(self.process.pid))
         self.began = time.monotonic()
         self.closed: dict[int, float] = {}
-        """When each iteration was seen to be closed."""
+        """Time at which each iteration was seen to be closed."""
 
     def until(self, true: Callable[[Run], bool]) -> bool:
-        """Watch the run until something is true of it, or the process ends; returns whether it became true."""
+        """Watches the run until a condition holds, or the process ends; returns True if the condition holds."""
         last, seen = time.monotonic(), -1
         while time.monotonic() - last < WAIT_S:
             with suppress(Exception):  # there is no run yet, or a record is being written
@@ -150,14 +151,13 @@ class Training:
         return False
 
     def kill(self) -> list[psutil.Process]:
-        """Kill the process alone; returns the processes that it leaves behind."""
+        """Kills the process alone; returns the processes that it leaves behind."""
         left = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
         return left
 
     def end(self) -> None:
-        """Kill the process and all that it started."""
         with suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 child.kill()
@@ -166,7 +166,6 @@ class Training:
 
     @property
     def last_words(self) -> str:
-        """The end of what it printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
 
@@ -177,7 +176,6 @@ def _is_vllm(process: psutil.Process) -> bool:
 
 
 def about(config: RunConfig) -> str:
-    """What is trained, in a line."""
     model, rollout = parts.SIZES["1B" if parts.on_gpu() else "5M"], config.rollout
     return (
         f"GRPO of a Llama with {model['num_hidden_layers']} layers of {model['hidden_size']}, {config.model.dtype}, "
@@ -187,19 +185,14 @@ def about(config: RunConfig) -> str:
 
 
 def gap(run: Run, iteration: int) -> float:
-    """The mean difference between the log-probs of vLLM and of the trainer, in nats."""
+    """Returns the mean difference between the log-probs of vLLM and of the trainer, in nats."""
     frame = run.trajectories([iteration], columns=["rollout_log_probs", "old_log_probs"])
     rows = zip(frame["rollout_log_probs"], frame["old_log_probs"], strict=True)
     return float(np.mean(np.concatenate([np.abs(np.subtract(*row)) for row in rows])))
 
 
 def table(run: Run, spans: dict[int, tuple[float, float]]) -> str:
-    """A row per iteration, in Markdown.
-
-    Args:
-        run: the run.
-        spans: see `spans_of`.
-    """
+    """Renders a row per iteration, in Markdown; see `spans_of` for `spans`."""
     metrics = run.metrics()
     names = [name for name in STAGES if timer(name) in metrics]
     head = [*names, "weight sync", "snapshot", "everything else"]
@@ -223,7 +216,9 @@ def table(run: Run, spans: dict[int, tuple[float, float]]) -> str:
 
 
 def spans_of(*trainings: Training) -> dict[int, tuple[float, float]]:
-    """By iteration, seconds until its close, from the close before or the start of the process, and those of turns."""
+    """Returns by iteration the seconds from the close before, or the process's start, to its close, and those of
+    turns.
+    """
     spans: dict[int, tuple[float, float]] = {}
     for training in trainings:
         lines = training.turns.read_text().splitlines() if training.turns.exists() else []
@@ -238,7 +233,7 @@ def spans_of(*trainings: Training) -> dict[int, tuple[float, float]]:
 
 
 def drive(path: str, turns: str) -> None:
-    """Run `ratchet train`, and write when each turn ended and its seconds, a line each."""
+    """Runs `ratchet train`, and writes when each turn ended and its seconds, a line each."""
     from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
     from ratchet.rlhf.train.torch_engine import TorchEngine
 
@@ -260,7 +255,7 @@ def drive(path: str, turns: str) -> None:
 
 
 def measure(root: Path, iterations: int) -> tuple[str, bool]:
-    """Train, kill, resume; returns the report and whether the run ended as it should."""
+    """Trains, kills, resumes; returns the report, and True if the run ended as it should."""
     config = config_of(root, iterations)
     parts.model_folder(root / "model", "1B" if parts.on_gpu() else "5M")
     parts.prompt_file(root / "prompts.jsonl", parts.prompt_ids(512, 32))

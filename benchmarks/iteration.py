@@ -1,4 +1,4 @@
-"""The cost of an iteration: response tokens per CPU-second, and the share of each part.
+"""Measures the cost of an iteration: response tokens per CPU-second, and the share of each part.
 
     OMP_NUM_THREADS=1 python benchmarks/iteration.py [--iterations 5]
 

@@ -1,4 +1,4 @@
-"""What a crash costs in the middle of long responses, and what the journal against it costs.
+"""Measures the cost of a crash in the middle of long responses, and of the journal against it.
 
     OMP_NUM_THREADS=1 python benchmarks/journal.py [--kills 20] [--journal-s 2] [--size 5M]
 
@@ -48,13 +48,12 @@ SOONEST_S, LATEST_S = 1.0, 6.0
 
 
 def counted(url: str) -> int:
-    """The tokens that a server has generated."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{")))
 
 
 def counted_when_idle(url: str) -> int:
-    """The tokens that a server has generated, once it has heard that its client is dead."""
+    """Returns the number of tokens that a server has generated, once it has noticed that its client is dead."""
     while True:
         lines = httpx.get(f"{url}/metrics").text.splitlines()
         active = [
@@ -66,7 +65,7 @@ def counted_when_idle(url: str) -> int:
 
 
 def durable(run: Run) -> tuple[int, int]:
-    """The tokens of the open iteration's responses that the log names, and of how many responses."""
+    """Returns the numbers of durable tokens and responses of the open iteration: those in shards and journals."""
     store, lengths = run.store, dict[str, int]()
     for shard in store.state.shards.get("generate", {}).values():
         for row in store.read_shard(shard.data, ("trajectory_id", "response_ids")).to_pylist():
@@ -79,7 +78,6 @@ def durable(run: Run) -> tuple[int, int]:
 
 
 def drive(config: RunConfig) -> None:
-    """Run the stage, in the process that is killed."""
     with parts.opened(config) as driver:
         parts.synced(driver)
         print("ready", flush=True)
@@ -87,7 +85,6 @@ def drive(config: RunConfig) -> None:
 
 
 def kills(root: Path, options: argparse.Namespace) -> None:
-    """Print a row per kill."""
     parts.model_folder(root / "model", options.size)
     parts.prompt_file(root / "prompts.jsonl", parts.prompt_ids(PROMPTS, PROMPT))
     rollout = {
@@ -106,7 +103,7 @@ def kills(root: Path, options: argparse.Namespace) -> None:
         "| kill | tokens generated | tokens per second | twice | in seconds | durable, of responses |\n"
         "|---|---|---|---|---|---|"
     )
-    with serving(vllm | {"disable_log_stats": False}, root / "server.log") as url:  # they have the tokens
+    with serving(vllm | {"disable_log_stats": False}, root / "server.log") as url:  # they count its tokens
         config = config.with_values(
             {"rollout.engine": {"type": "server", "urls": [url], "weights_folder": str(root / "weights")}}
         )
@@ -151,7 +148,6 @@ def kills(root: Path, options: argparse.Namespace) -> None:
 
 
 def costs(root: Path) -> None:
-    """Print the cost of one journal."""
     store = RunStore(ObjectStore(f"file://{root}/costs"))
     print("| trajectories x tokens | event loop | in all | MB |\n|---|---|---|---|")
     for count, tokens in ((256, 512), (256, 4096), (512, 4096)):

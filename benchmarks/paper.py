@@ -1,11 +1,11 @@
-"""The cost of an iteration on paper, for models that this project has not run: seconds by part, and memory.
+"""Computes the cost of an iteration for models that this project has not run: seconds by part, and memory.
 
     python benchmarks/paper.py                                  # the tables of docs/benchmarks.md
     python benchmarks/paper.py --model 7B --gpus 8 --gpu H200   # one size
 
 GRPO with a reference, all models on the same GPUs, taking turns (`offload_when_idle`), with `fsdp` (one GPU: `torch`)
 and vLLM. Lengths, micro-batches and shared prompts are those of the project's own code; rates are of data sheets, times
-what software is assumed to reach (`costs.Assumed`).
+the shares that software is assumed to reach (`costs.Assumed`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ RESERVED = 2e9
 
 @dataclass(frozen=True)
 class Setup:
-    """What is run on what."""
+    """A model, its hardware and its batch."""
 
     model: Model
     hardware: Hardware
@@ -78,12 +78,10 @@ class Setup:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights in the rollout's type."""
         return BFLOAT16 * self.model.parameters
 
     @property
     def state(self) -> int:
-        """Bytes of weights and moments."""
         return STATE * self.model.parameters
 
     @property
@@ -96,18 +94,16 @@ class Setup:
 
     @property
     def engines(self) -> int:
-        """Number of rollout engines."""
         return self.gpus // self.rollout_gpus
 
     @property
     def cache_bytes(self) -> float:
-        """Bytes of the key-value cache of a rollout engine."""
         share: float = VLLMConfig.model_fields["gpu_memory_utilization"].default
         return self.rollout_gpus * (share * self.hardware.memory - RESERVED) - self.weights
 
 
 def generation(setup: Setup) -> float:
-    """Seconds of generation. A step reads the weights, and the keys and values of all running trajectories.
+    """Returns the seconds of generation. A step reads the weights, and the keys and values of all running trajectories.
 
     There are as many steps as the longest response has tokens, or more if the cache cannot hold all trajectories.
     """
@@ -125,11 +121,10 @@ def generation(setup: Setup) -> float:
 
 
 def dealt(setup: Setup, responses: np.ndarray) -> list[list[tuple[int, float]]]:
-    """Divide trajectories into micro-batches as the engines do, with shared prompts.
+    """Divides trajectories into micro-batches as the engines do, with shared prompts.
 
     Args:
-        setup: the setup.
-        responses: tokens of the responses, shape (prompts, n).
+        responses: Tokens of the responses, shape (prompts, n).
 
     Returns:
         Tokens of each micro-batch, and FLOPs of its forward pass, by rank.
@@ -152,12 +147,12 @@ def dealt(setup: Setup, responses: np.ndarray) -> list[list[tuple[int, float]]]:
 
 
 def micro_batch_flops(setup: Setup, responses: np.ndarray) -> np.ndarray:
-    """FLOPs of the forward pass of each micro-batch of a batch, on the rank that has most: all compute in lockstep."""
+    """Returns the FLOPs of the forward pass of each micro-batch, on the rank that has most: all compute in lockstep."""
     return np.array([[flops for _, flops in pieces] for pieces in dealt(setup, responses)]).max(0)
 
 
 def together(setup: Setup, shards: Sequence[np.ndarray]) -> np.ndarray:
-    """FLOPs of each round of micro-batches of several shards, on the rank that has most; see `infer_each`."""
+    """Returns the FLOPs of each round of micro-batches of several shards, on the busiest rank; see `infer_each`."""
     pieces = [piece for shard in shards for of_rank in dealt(setup, shard) for piece in of_rank if piece[0]]
     by_rank = in_rounds(np.array([size for size, _ in pieces]), setup.gpus)
     flops = [[pieces[number][1] for number in numbers] for numbers in by_rank]
@@ -165,15 +160,14 @@ def together(setup: Setup, shards: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def gathered(setup: Setup, size: float) -> float:
-    """Seconds until every GPU has `size` bytes that are sharded; 0 on one GPU."""
+    """Returns the seconds until every GPU has `size` bytes that are sharded; 0 on one GPU."""
     return slowed(setup.hardware).gathering(size, setup.gpus)
 
 
 def log_probs(setup: Setup, rounds: Iterable[np.ndarray]) -> float:
-    """Seconds of a forward pass over all trajectories; layers are gathered while others compute.
+    """Returns the seconds of a forward pass over all trajectories; layers are gathered while others compute.
 
     Args:
-        setup: the setup.
         rounds: FLOPs of the rounds of each call.
     """
     compute = np.concatenate(list(rounds)) / (setup.hardware.flops * ASSUMED.mfu)
@@ -181,12 +175,12 @@ def log_probs(setup: Setup, rounds: Iterable[np.ndarray]) -> float:
 
 
 def at_once(setup: Setup) -> Iterator[np.ndarray]:
-    """The rounds if the trajectories were one shard, in one call."""
+    """Yields the rounds as if the trajectories were one shard, in one call."""
     yield micro_batch_flops(setup, setup.lengths.responses)
 
 
 def by_call(setup: Setup) -> Iterator[np.ndarray]:
-    """The rounds with as many shards in a call as the driver puts there if all are ready."""
+    """Yields the rounds with as many shards in a call as the driver puts there if all are ready."""
     waiting = shards_of(setup)
     while waiting:
         call = [waiting.pop(0)]
@@ -196,13 +190,12 @@ def by_call(setup: Setup) -> Iterator[np.ndarray]:
 
 
 def shards_of(setup: Setup) -> list[np.ndarray]:
-    """Tokens of the responses of each shard."""
     responses, size = setup.lengths.responses, RolloutConfig().prompts_per_shard
     return [responses[start : start + size] for start in range(0, len(responses), size)]
 
 
 def updates(setup: Setup) -> float:
-    """Seconds of all updates. Gradients are summed over the ranks once per mini-batch."""
+    """Returns the seconds of all updates. Gradients are summed over the ranks once per mini-batch."""
     per_gpu = setup.model.parameters / setup.gpus
     gather, reduce = (gathered(setup, size * setup.model.parameters) for size in (BFLOAT16, FLOAT32))
     fits = checkpointing(setup)
@@ -219,7 +212,7 @@ def updates(setup: Setup) -> float:
 
 
 def training_bytes(setup: Setup) -> dict[str, float]:
-    """Bytes of a GPU in an update, without activations."""
+    """Returns the bytes of a GPU in an update, without activations."""
     model, per_gpu = setup.model, 1 / setup.gpus
     ends = model.vocabulary * model.hidden * (1 if model.tied else 2)
     # on one GPU, a layer's copy in the type of the computation
@@ -234,7 +227,9 @@ def training_bytes(setup: Setup) -> dict[str, float]:
 
 
 def checkpointing(setup: Setup) -> tuple[Checkpointing, float] | None:
-    """The cheapest gradient checkpointing that fits, and bytes of activations of a micro-batch; None: none fits."""
+    """Returns the cheapest gradient checkpointing that fits, and bytes of activations of a micro-batch; None: none
+    fits.
+    """
     choices: tuple[Checkpointing, ...] = ("selective", "full")
     left = setup.hardware.memory - sum(training_bytes(setup).values())
     for choice in choices:
@@ -245,14 +240,13 @@ def checkpointing(setup: Setup) -> tuple[Checkpointing, float] | None:
 
 
 def activations(setup: Setup, choice: Checkpointing) -> float:
-    """Bytes of activations of a micro-batch, with those of the layer that is recomputed."""
+    """Returns the bytes of activations of a micro-batch, with those of the layer that is recomputed."""
     whole = replace(setup.model, layers=1)
     per_token = setup.model.activation_bytes(choice)
     return float(setup.micro_batch_tokens * (per_token + whole.activation_bytes("none")))
 
 
 def iteration(setup: Setup) -> dict[str, float]:
-    """Seconds by part."""
     hardware, gpus = setup.hardware, setup.gpus
     shards = setup.state / gpus
     parts = {
@@ -274,7 +268,7 @@ def iteration(setup: Setup) -> dict[str, float]:
 
 
 def transfer(setup: Setup) -> float:
-    """Seconds in which whole weights go from a trainer's process to the rollout's (`weight_transfer`).
+    """Returns the seconds in which whole weights go from a trainer's process to the rollout's (`weight_transfer`).
 
     On one GPU through memory of the GPU: a bucket is written, read, and written to its place. To an engine that spans
     GPUs through buckets of host memory, which are filled while others are read; each GPU reads every bucket. That
@@ -287,17 +281,17 @@ def transfer(setup: Setup) -> float:
 
 
 def snapshot_wait(setup: Setup) -> float:
-    """Seconds for which training waits for a snapshot: until it is in host memory."""
+    """Returns the seconds for which training waits for a snapshot: until it is in host memory."""
     return gathered(setup, setup.state) + setup.state / setup.gpus / ASSUMED.pageable
 
 
 def snapshot_written(setup: Setup) -> float:
-    """Seconds until a snapshot in host memory is hashed, as files and by blocks, and written."""
+    """Returns the seconds until a snapshot in host memory is hashed, as files and by blocks, and written."""
     return 2 * setup.state / setup.gpus / SHA256_RATE + setup.state / (setup.hardware.disk * setup.nodes)
 
 
 def snapshot_every(setup: Setup, iteration_s: float) -> int:
-    """Iterations between snapshots, of which one is written at a time."""
+    """Returns the iterations between snapshots, of which one is written at a time."""
     defaults = CheckpointConfig()
     number = 1
     while number < defaults.max_replay and not (
@@ -309,13 +303,13 @@ def snapshot_every(setup: Setup, iteration_s: float) -> int:
 
 
 def commits(setup: Setup) -> float:
-    """Seconds of workflow and commits; one process encodes the columns and writes them."""
+    """Returns the seconds of workflow and commits; one process encodes the columns and writes them."""
     size = 4 * COLUMNS * float(setup.lengths.responses.sum())
     return COMMIT_S + size / PARQUET_RATE
 
 
 def misfits(setup: Setup) -> list[str]:
-    """What does not fit into memory, each with its arithmetic, in GB."""
+    """Describes everything that does not fit into memory, with its arithmetic, in GB."""
     chosen = checkpointing(setup)
     if chosen is not None and chosen[0] == "selective":
         return []
@@ -332,7 +326,6 @@ def _gb(size: float) -> str:
 
 
 def memory_rows(setup: Setup) -> list[tuple[str, float]]:
-    """Bytes of a GPU, in an update and in generation."""
     rest = training_bytes(setup)
     chosen = checkpointing(setup) or ("full", activations(setup, "full"))
     update = {**rest, f"activations, {chosen[0]}": chosen[1]}
@@ -341,7 +334,6 @@ def memory_rows(setup: Setup) -> list[tuple[str, float]]:
 
 
 def table(setups: Sequence[Setup]) -> str:
-    """Seconds by part, in Markdown."""
     columns = [iteration(setup) for setup in setups]
     heads = [f"{setup.model.name} on {setup.gpus}" for setup in setups]
     lines = ["| seconds | " + " | ".join(heads) + " |", "|---" * (1 + len(setups)) + "|"]
@@ -357,7 +349,6 @@ def table(setups: Sequence[Setup]) -> str:
 
 
 def memory_table(setups: Sequence[Setup]) -> str:
-    """GB of a GPU, in Markdown."""
     rows = [memory_rows(setup) for setup in setups]
     heads = [f"{setup.model.name} on {setup.gpus}" for setup in setups]
     lines = ["| GB of a GPU | " + " | ".join(heads) + " |", "|---" * (1 + len(setups)) + "|"]

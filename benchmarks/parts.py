@@ -1,4 +1,4 @@
-"""What the benchmarks of rollouts share: models, prompts, a driver that only generates, and vLLM called directly."""
+"""Parts of the benchmarks of rollouts: models, prompts, a driver that only generates, and vLLM called directly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VOCABULARY = 4096
 
 
 def model_folder(folder: Path, size: str) -> None:
-    """A Llama with random weights; its tokenizer turns "t7 t12" into the tokens 7 and 12."""
+    """Writes a Llama with random weights; its tokenizer turns "t7 t12" into the tokens 7 and 12."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -53,12 +53,11 @@ def model_folder(folder: Path, size: str) -> None:
 
 
 def prompt_ids(count: int, tokens: int) -> list[list[int]]:
-    """Prompts of random tokens."""
     return np.random.default_rng(0).integers(3, VOCABULARY, (count, tokens)).tolist()  # type: ignore[no-any-return]
 
 
 def prompt_file(path: Path, prompts: Sequence[Sequence[int]]) -> None:
-    """A dataset of these prompts; `extra_info` has the number of each."""
+    """Writes a dataset of these prompts; `extra_info` has the number of each."""
     rows = (
         {
             "data_source": "benchmark",
@@ -71,7 +70,7 @@ def prompt_file(path: Path, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def run_config(root: Path, name: str, prompts: int, data: dict[str, Any], rollout: dict[str, Any]) -> RunConfig:
-    """A run whose iterations draw `prompts` prompts from the model and the prompts in `root`."""
+    """Returns the config of a run whose iterations draw `prompts` prompts from the files in `root`."""
     return parse_config(
         {
             "run": {"name": name, "store": f"file://{root}/runs"},
@@ -96,13 +95,12 @@ def on_gpu() -> bool:
 
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Driver]:
-    """A driver of a new run."""
     with driving(config, dependencies(config)) as driver:
         yield driver
 
 
 def generated(driver: Driver, stage: RowsStage[Any, Any] = GENERATE) -> tuple[float, Manifest]:
-    """Run the generate stage of the open iteration; returns the seconds until its commit, and its manifest."""
+    """Runs the generate stage of the open iteration; returns the seconds until its commit, and its manifest."""
     handle = StageHandle(stage.name)
     started = time.perf_counter()
     manifest, _ = run_rows(driver, stage, driver.state.iteration, {}, handle)
@@ -110,7 +108,7 @@ def generated(driver: Driver, stage: RowsStage[Any, Any] = GENERATE) -> tuple[fl
 
 
 def synced(driver: Driver) -> float:
-    """Copy the weights of the open iteration to the rollout; returns the seconds of the copy."""
+    """Copies the weights of the open iteration to the rollout; returns the seconds of the copy."""
     newest, group = driver.state.starting["actor"], driver.groups.of("rollout")
     ensure_weights(driver, "actor", newest)
     started = time.perf_counter()
@@ -120,7 +118,6 @@ def synced(driver: Driver) -> float:
 
 
 def vllm_options(config: RunConfig) -> dict[str, Any]:
-    """The options with which Ratchet starts vLLM."""
     from ratchet.rlhf.models.tokenizers import load_tokenizer
     from ratchet.rlhf.rollout.build import vllm_rollout
 
@@ -135,7 +132,6 @@ class Direct:
     """A process that answers lines of JSON: a script that calls itself with `--direct`."""
 
     def __init__(self, script: str, **options: Any) -> None:
-        """Start the process, and wait until it is ready."""
         self._process = subprocess.Popen(
             [sys.executable, script, "--direct", json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -153,7 +149,6 @@ class Direct:
         self._process.communicate()
 
     def ask(self, question: Any = None) -> Any:
-        """The answer to a question, as JSON."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
@@ -168,12 +163,12 @@ class Direct:
 
 
 def answer(result: Any = None) -> None:
-    """Answer a question, in the process of `Direct`."""
+    """Answers a question, in the process of `Direct`."""
     print("answer", json.dumps(result), flush=True)
 
 
 def questions() -> Iterator[Any]:
-    """The questions of `Direct`, in its process."""
+    """Yields the questions of `Direct`, in its process."""
     answer()
     for line in sys.stdin:
         yield json.loads(line)

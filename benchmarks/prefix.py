@@ -1,4 +1,4 @@
-"""The time of an update with and without prefix sharing, for several lengths of the prompt and responses per prompt.
+"""Measures an update with and without prefix sharing, for several lengths of the prompt and responses per prompt.
 
     OMP_NUM_THREADS=1 python benchmarks/prefix.py [--repeats 3] [--size 5M|20M|1B|4B]
 
@@ -39,7 +39,6 @@ OBJECTIVE = ActorObjective(PPOClip(), None, "k3", 0.0, on_policy=False)
 
 
 def batch_of(prompt_tokens: int, n: int) -> TrajectoryBatch:
-    """Trajectories with random tokens."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, VOCABULARY, (PROMPTS, prompt_tokens)).repeat(n, axis=0)
     lengths = np.linspace(SHORTEST, LONGEST, PROMPTS * n).astype(int)
@@ -55,7 +54,7 @@ def batch_of(prompt_tokens: int, n: int) -> TrajectoryBatch:
 
 
 def operations(engine: ModelEngine, batch: TrajectoryBatch, prompt_tokens: int, n: int, *, share: bool) -> float:
-    """The floating-point operations of an update, without padding: forward and backward."""
+    """Returns the floating-point operations of an update, without padding: forward and backward."""
     config = engine.model.config
     head = config.vocab_size * config.hidden_size
     weights = sum(parameter.numel() for parameter in engine.model.parameters()) - 2 * head
@@ -68,7 +67,7 @@ def operations(engine: ModelEngine, batch: TrajectoryBatch, prompt_tokens: int, 
 
 
 def seconds_of(engine: ModelEngine, batch: TrajectoryBatch) -> tuple[float, float]:
-    """Take a step; returns its cost in seconds and the norm of its gradient."""
+    """Takes a step; returns its cost in seconds and the norm of its gradient."""
     plan = OptimizerPlan(
         lr=0.0,
         optimizer=AdamW(),

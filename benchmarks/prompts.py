@@ -1,4 +1,4 @@
-"""The memory and time of drawing prompts from a file of a million rows that is not held in memory.
+"""Measures memory and time of drawing prompts from a file of a million rows that is not held in memory.
 
     OMP_NUM_THREADS=1 python benchmarks/prompts.py [--rows 1000000]
 
@@ -41,7 +41,7 @@ def write(path: Path, rows: int) -> None:
 
 
 def peak_mib() -> float:
-    """The largest resident set of this process. `getrusage` would count that of its parent, too."""
+    """Returns the largest resident set of this process. `getrusage` would also count its parent's."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1024
 

@@ -1,4 +1,4 @@
-"""Seconds of the stage generate on two replicas, one of them half as fast, against an ideal distribution of the work.
+"""Measures the stage generate on two replicas, one of them half as fast, against an ideal distribution of the work.
 
     python benchmarks/replicas.py [--rounds 3] [--trajectories 512] [--max-in-flight 32 512]
 
@@ -8,7 +8,7 @@ ignored), in shards of 16 prompts x 4. The processes of the second vLLM are stop
 20 ms stopped. The stage is that of a real run, from its start until it is committed.
 
 The speed of a replica is the tokens per second of the trajectories that it completes between 20 % and 80 % of the
-stage, so the two speeds are measured at the same time and have no start and no end in them. "Ideal" is all tokens
+stage, so the two speeds are measured at the same time and contain neither start nor end. "Ideal" is all tokens
 divided by the sum of the speeds. "Halves" is the time that the slow replica would need for half of the tokens. A
 replica "ends" with its last trajectory. The first round is warm-up and does not count; the table has the median round.
 
@@ -59,7 +59,7 @@ SLICE_S = 0.02
 
 
 def length_of(trajectory_id: str) -> int:
-    """Tokens of a trajectory's response; the id ends with the numbers of prompt and sample, such as p00012-s03."""
+    """Returns the tokens of a trajectory's response; the id ends with the numbers of prompt and sample, p00012-s03."""
     _, prompt, sample = trajectory_id.split("-")
     return int(np.random.default_rng([int(prompt[1:]), int(sample[1:])]).integers(SHORTEST, LONGEST + 1))
 
@@ -75,14 +75,14 @@ STAGE = replace(GENERATE, begin=begin_limited)
 
 
 def engine_process(worker: Worker) -> int:
-    """The id of a worker's vLLM."""
+    """Returns the process id of a worker's vLLM."""
     [child] = [child for child in psutil.Process().children() if "ratchet.rlhf.rollout.vllm_process" in child.cmdline()]
     return child.pid
 
 
 @contextmanager
 def half_as_fast(process: int) -> Iterator[None]:
-    """Stop a process and its children for half of the time."""
+    """Stops a process and its children for half of the time."""
     root = psutil.Process(process)
     slowed, ended = [root, *root.children(recursive=True)], threading.Event()
 
@@ -108,8 +108,6 @@ def half_as_fast(process: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Completed:
-    """A trajectory that a replica has completed."""
-
     at: float
     replica: int
     tokens: int
@@ -119,7 +117,7 @@ COMPLETED: list[Completed] = []
 
 
 def watch() -> None:
-    """Note the trajectories that the replicas complete, in `COMPLETED`."""
+    """Notes the trajectories that the replicas complete, in `COMPLETED`."""
     put = Feed.put
 
     def noting(feed: Feed, replica: int, generated: Iterable[Generated]) -> None:
@@ -132,8 +130,6 @@ def watch() -> None:
 
 @dataclass(frozen=True)
 class Round:
-    """What a run of the stage has shown."""
-
     seconds: float
     tokens: tuple[int, int]
     """Of each replica; the second one is slow."""
@@ -146,7 +142,6 @@ class Round:
 
 
 def staged(driver: Driver) -> Round:
-    """Run the stage."""
     COMPLETED.clear()
     started = time.perf_counter()
     seconds, _ = parts.generated(driver, STAGE)
@@ -164,7 +159,7 @@ def staged(driver: Driver) -> Round:
 
 
 class Idle:
-    """A replica whose trajectories never become complete."""
+    """A replica whose trajectories never complete."""
 
     def __init__(self) -> None:
         self.process, self.drops = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -182,8 +177,6 @@ class Idle:
 
 
 def drop_seconds(count: int) -> float:
-    """Seconds until replicas have dropped a shard."""
-
     def generate(replica: Any, *_: object) -> list[Generated]:
         time_is_up: list[Generated] = replica.generate()
         return time_is_up
@@ -242,7 +235,6 @@ def main() -> None:
 
 
 def show(driver: Driver, limit: int, count: int) -> None:
-    """Print the row of one `max_in_flight`."""
     assert driver.rollout.replicas is not None
     driver.rollout.replicas.close()
     driver.rollout.replicas = None

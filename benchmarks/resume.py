@@ -1,4 +1,4 @@
-"""The cost of resuming and inspecting a run after 10 iterations and after 1,000.
+"""Measures resuming and inspecting a run after 10 iterations and after 1,000.
 
     OMP_NUM_THREADS=1 python benchmarks/resume.py [--repeats 50] [--long 1000]
 
@@ -71,7 +71,7 @@ def run_config(workspace: Path, iterations: int) -> RunConfig:
 
 
 def make(config: RunConfig) -> None:
-    """Train the run, without recording it in Prefect."""
+    """Trains the run, without recording it in Prefect."""
 
     def progress(event: Event) -> None:
         if isinstance(event, IterationClosed) and event.iteration % 100 == 99:
@@ -82,7 +82,6 @@ def make(config: RunConfig) -> None:
 
 
 def resume(config: RunConfig) -> float:
-    """Resume a run; returns milliseconds."""
     store = RunStore(ObjectStore(url(config)))
     started = time.perf_counter()
     store.log.read()
@@ -96,7 +95,7 @@ def url(config: RunConfig) -> str:
 
 
 def commands(config: RunConfig) -> dict[str, Callable[[], object]]:
-    """Commands that inspect or fork a run, by name."""
+    """Returns commands that inspect or fork a run, by name."""
     changed = config.with_values({"actor.lr": 0.5})
     child = config.with_values({"run.name": f"fork-of-{config.run.name}", "actor.lr": 0.5})
     last = config.train.iterations - 1

@@ -1,5 +1,5 @@
-"""Tokens per second of the stage generate with each rollout engine, and of vLLM called directly, on the same requests;
-seconds per weight sync.
+"""Measures tokens per second of the stage generate with each rollout engine, and of vLLM called directly, on the same
+requests; and seconds per weight sync.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout.py [--rounds 3] [--size 5M|20M|1B|4B] [--engines vllm server hf]
 
@@ -11,17 +11,17 @@ process, with the options with which Ratchet starts vLLM, and with seeds and log
 requests, one after the other; the first round is warm-up and does not count.
 
 `server` is a `vllm serve` on loopback with the same options. A bare HTTP client, which posts the same requests without
-streaming (256 at a time, as the engine), shows what the protocol itself costs. `hf` gets one shard.
+streaming (256 at a time, as the engine), shows the cost of the protocol itself. `hf` gets one shard.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout.py --seeds [--rounds 5] [--prompts 32]
 
-measures only what a seed per request costs (`rollout.seeds`): vLLM called directly, with and without seeds in turn,
+measures only the cost of a seed per request (`rollout.seeds`): vLLM called directly, with and without seeds in turn,
 with responses of 32 tokens; in seconds of the processor, which other processes hardly disturb.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout.py --host [--rounds 6] [--prompts 64]
 
-measures what a step costs beside the model, in microseconds of the processor for each running request: vLLM's engine
-core (which schedules, and updates its requests), and what follows it, by vLLM's `LLMEngine.step` and by ours in turn.
+measures the cost of a step beside the model, in microseconds of the processor for each running request: vLLM's engine
+core (which schedules, and updates its requests), and the work after it, by vLLM's `LLMEngine.step` and by ours in turn.
 """
 
 from __future__ import annotations
@@ -70,13 +70,12 @@ ROLLOUT_OF_SEEDS = {
 
 
 def response_lengths(prompts: int) -> list[int]:
-    """Tokens of each response."""
     drawn = np.random.default_rng(0).lognormal(np.log(MEAN) - 0.5, 1.0, prompts * SAMPLES)
     return np.clip(np.round(drawn), 1, LONGEST).astype(int).tolist()  # type: ignore[no-any-return]
 
 
 def limited(lengths: Sequence[int]) -> RowsStage[Any, Any]:
-    """The stage generate with these limits."""
+    """Returns the stage generate with these limits."""
 
     def begin_limited(context: Context[GenerateConfig]) -> ShardStart:
         start = begin(context)
@@ -89,7 +88,7 @@ def limited(lengths: Sequence[int]) -> RowsStage[Any, Any]:
 
 
 def direct(options: dict[str, Any]) -> None:
-    """Call vLLM directly; each answer is the seconds of a round."""
+    """Calls vLLM directly; answers with the seconds of a round."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(**options["vllm"])
@@ -116,7 +115,7 @@ def direct(options: dict[str, Any]) -> None:
 
 @contextmanager
 def serving(options: dict[str, Any], log: Path) -> Iterator[str]:
-    """The URL of a `vllm serve` with these options; it runs in a session of its own, so that all its processes end."""
+    """Yields the URL of a `vllm serve` with these options, in a session of its own, so that all its processes end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -153,7 +152,7 @@ def serving(options: dict[str, Any], log: Path) -> Iterator[str]:
 
 
 def posted(url: str, model: str, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
-    """The seconds of a bare client that posts all requests, without streaming."""
+    """Returns the seconds of a bare client that posts all requests, without streaming."""
 
     async def post_all() -> float:
         slots = asyncio.Semaphore(AT_ONCE)
@@ -183,7 +182,6 @@ def posted(url: str, model: str, prompts: Sequence[Sequence[int]], lengths: Sequ
 
 
 def measure(engine: str, root: Path, options: argparse.Namespace) -> None:
-    """Print the rows of one engine."""
     prompts = PROMPTS_PER_SHARD if engine == "hf" else options.prompts
     lengths, texts = response_lengths(prompts), parts.prompt_ids(prompts, PROMPT)
     parts.prompt_file(root / "prompts.jsonl", texts)
@@ -234,12 +232,12 @@ def measure(engine: str, root: Path, options: argparse.Namespace) -> None:
 
 
 def measure_seeds(root: Path, options: argparse.Namespace) -> None:
-    """Print what seeds cost."""
     config = parts.run_config(root, "vllm", options.prompts, {"max_prompt_tokens": PROMPT}, ROLLOUT_OF_SEEDS)
     texts, lengths = parts.prompt_ids(options.prompts, PROMPT), [STEPS] * (options.prompts * SAMPLES)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with parts.Direct(__file__, vllm=parts.vllm_options(config), prompts=texts, lengths=lengths) as bare:
         for number in range(options.rounds + 1):
+            # the order alternates, so that drift of the machine affects both alike
             for seeds in (True, False) if number % 2 else (False, True):
                 seconds[seeds].append(bare.ask({"seeds": seeds}))
     print("| seeds | processor seconds, median | of each round |\n|---|---|---|")
@@ -252,7 +250,6 @@ def measure_seeds(root: Path, options: argparse.Namespace) -> None:
 
 
 def measure_host(root: Path, options: argparse.Namespace) -> None:
-    """Print what a step costs beside the model."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     from ratchet.rlhf.rollout.vllm_process import FLUSH_S, VLLM
 

@@ -1,4 +1,4 @@
-"""How often `ratchet compare` finds no difference between runs that differ only in their seed.
+"""Counts how often `ratchet compare` finds no difference between runs that differ only in their seed.
 
     OMP_NUM_THREADS=1 python benchmarks/seeds.py --runs 21
 

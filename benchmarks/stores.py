@@ -1,4 +1,4 @@
-"""What a commit costs on a disk, on moto and on Ceph's S3 gateway (`make ceph`), in turns.
+"""Measures a commit on a disk, on moto and on Ceph's S3 gateway (`make ceph`), in turns.
 
 OMP_NUM_THREADS=1 python benchmarks/stores.py [--repeats 100]
 """
@@ -31,7 +31,7 @@ async def counted(self: s3fs.S3FileSystem, method: str, *arguments: object, **op
 
 
 def spread(times: list[float], base: list[float]) -> str:
-    """The ratio within a turn: its median, and its quartiles."""
+    """Formats the ratio within a turn: its median, and its quartiles."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(times, base, strict=True)], n=4)
     return f"{middle:.1f} ({low:.1f}–{high:.1f})"
 

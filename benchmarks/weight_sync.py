@@ -1,4 +1,4 @@
-"""New weights for vLLM: in buckets of shared memory, and as whole float32 files, as earlier versions did it.
+"""Measures sending new weights to vLLM: in buckets of shared memory, and as whole float32 files.
 
 Both ways take the weights of the same engine and give them to the same vLLM, in turns.
 
@@ -54,7 +54,6 @@ def main() -> None:
 
 
 def started(folder: Path, dtype: str) -> Any:
-    """vLLM in this process."""
     from vllm import LLM
 
     return LLM(
@@ -69,7 +68,7 @@ def started(folder: Path, dtype: str) -> Any:
 
 
 def compare_experts(folder: Path, rounds: int) -> None:
-    """Print what a tensor in the model's files costs the processor, with and without stacks of experts."""
+    """Prints the processor's cost of a tensor in the model's files, with and without stacks of experts."""
     llm = started(folder, "float32")
     engine = TorchEngine(load_actor(ModelConfig(path=str(folder), dtype="float32")), "policy")
     from ratchet.rlhf.rollout import vllm_weights
@@ -91,7 +90,6 @@ def compare_experts(folder: Path, rounds: int) -> None:
 
 
 def compare(folder: Path, dtype: str, rounds: int) -> None:
-    """Print bytes and seconds of both ways."""
     llm = started(folder, dtype)
     engine = TorchEngine(load_actor(ModelConfig(path=str(folder), dtype=dtype)), "policy")
     seconds: dict[str, list[float]] = {"buckets": [], "files": []}
@@ -108,7 +106,7 @@ def compare(folder: Path, dtype: str, rounds: int) -> None:
 
 
 def by_buckets(llm: Any, engine: TorchEngine, dtype: torch.dtype) -> int:
-    """As `VLLMRollout.load_weights` does it; returns the bytes that were written."""
+    """Sends like `VLLMRollout.load_weights`; returns the bytes that were written."""
 
     def deliver(packed: Packed, memory: SharedMemory) -> None:
         bucket = {"path": memory.path, "nbytes": packed.nbytes, "packed": packed.as_json()}
@@ -122,7 +120,7 @@ def by_buckets(llm: Any, engine: TorchEngine, dtype: torch.dtype) -> int:
 
 
 def by_files(llm: Any, engine: TorchEngine, dtype: torch.dtype) -> int:
-    """Write a folder of float32 files in memory and let vLLM read it; returns the bytes that were written."""
+    """Writes a folder of float32 files in memory and lets vLLM read it; returns the bytes that were written."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         written = write_weights(engine.weights(), Path(folder), "model")
         llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})

@@ -1,4 +1,4 @@
-"""Build the demo's model: a tiny Llama with random weights, and a tokenizer that splits numbers into digits.
+"""Builds the demo's model: a tiny Llama with random weights, and a tokenizer that splits numbers into digits.
 
     python examples/countdown_model.py OUT [--seed 0]
 
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: each digit and operator is one token, and so is each fixed phrase of the prompts."""
+    """Trains a byte-level BPE: each digit and operator is one token, and so is each fixed phrase of the prompts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Sum up a finished run: solve rates before and after, seconds per stage, and a picture of the reward curve.
+"""Sums up a finished run: solve rates before and after, seconds per stage, and a picture of the reward curve.
 
 python examples/countdown_summary.py RUN [--store URL]
 """

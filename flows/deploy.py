@@ -1,4 +1,4 @@
-"""Deployments on a Prefect server.
+"""Deploys the flows on a Prefect server.
 
 The server offers the flows in its forms, starts them on schedules through a work pool, and resumes runs whose process
 has ended with automations.
@@ -59,24 +59,21 @@ def deploy(
     every: timedelta | None = None,
     new_runs: bool = False,
 ) -> list[str]:
-    """Register the flows, with `config` as the default of their parameters, under the run's name.
+    """Registers the flows, with `config` as the default of their parameters, under the run's name; returns their names.
 
-    The server checks parameters against the config's schema before it starts a flow. A flow never runs twice at once: a
-    start while it runs is dropped.
+    The server checks parameters against the config's schema before it starts a flow.
 
     Args:
         config: The run's config.
-        pool: Work pool; made if it does not exist.
+        pool: Work pool; created if it does not exist.
         cron: Schedule of `train`.
         every: Interval of `train`, if there is no `cron`.
-        new_runs: Whether each start of `train` begins a new run.
-
-    Returns:
-        The names of the deployments.
+        new_runs: True if each start of `train` starts a new run.
     """
     shown = config.model_dump(mode="json")
     url = run_url(config.run.store, config.run.name)
     schedule: dict[str, Any] = {"cron": cron} if cron else {"interval": every} if every else {}
+    # a flow never runs twice at once: a start while it runs is dropped
     alone = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
     offered: list[tuple[Flow[Any, Any], dict[str, Any], dict[str, Any]]] = [
         (train, {"config": shown, "new_run": new_runs}, schedule),
@@ -93,21 +90,13 @@ def deploy(
 
 
 def deploy_train(name: str, pool: str) -> UUID:
-    """Register `train` under a name, for flow runs that each bring a config; several may run at once.
-
-    Args:
-        name: Name of the deployment.
-        pool: Work pool; made if it does not exist.
-
-    Returns:
-        The deployment's id.
-    """
+    """Registers `train` under a name, for flow runs that each bring a config; several may run at once."""
     _prepare(pool)
     return _apply(train, name, pool)
 
 
 def _prepare(pool: str) -> None:
-    """Make the work pool if it does not exist, and the automations that resume runs."""
+    """Creates the work pool if it does not exist, and the automations that resume runs."""
     _work_pool(pool)
     for automation in _automations():
         _replace(automation)
@@ -141,10 +130,11 @@ def _work_pool(name: str) -> None:
 
 
 def _automations() -> list[Automation]:
-    """Automations that schedule a flow run again if it crashed or sends no heartbeat; the run resumes from its log.
+    """Returns automations that reschedule a flow run that crashed or sends no heartbeat; the run resumes from its log.
 
-    A failed flow run is not restarted: a fenced driver, a wrong config or a broken reward needs a person. It does no
-    harm if a silent one is still alive: its heartbeat prevents a second start, or the log fences one of the two.
+    A failed flow run is not restarted: a fenced driver, a wrong config or a broken reward needs a person. Restarting a
+    silent flow run that is still alive does no harm: its heartbeat prevents a second start, or the log fences one of
+    the two.
     """
     ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", "Fenced")}
     watched: dict[str, Any] = {
@@ -168,7 +158,7 @@ def _automations() -> list[Automation]:
 
 
 def _replace(automation: Automation) -> None:
-    """Create or replace an automation. An identical one is kept, with its state about silent flow runs."""
+    """Creates or replaces an automation. An identical one is kept, with its state about silent flow runs."""
     with get_client(sync_client=True) as client:
         registered = client.read_automations_by_name(automation.name)
         if len(registered) == 1 and _definition(registered[0]) == _definition(automation):

@@ -46,6 +46,7 @@ def evaluate(config: RunConfig, iteration: int = 0, overrides: Sequence[Override
 
 @recorded_task("answer", "answer")
 def answer(config: RunConfig, iteration: int) -> pd.DataFrame:
+    # nothing is committed: the rows stay in memory
     worker = Worker(config, RunStore(ObjectStore("memory://evaluate")), ["rollout"])
     try:
         return _answers(config, iteration, worker)
@@ -80,5 +81,6 @@ def _answers(config: RunConfig, iteration: int, worker: Worker) -> pd.DataFrame:
     for shard, output in worker.generated(requests):
         frames[shard] = output.batch.table.to_pandas(maps_as_pydicts="strict")
         report(StageProgress(iteration=iteration, stage="evaluate", done=len(frames), total=shards))
+    # shards complete in any order
     answers: pd.DataFrame = pd.concat([frames[shard] for shard in range(shards)], ignore_index=True)
     return answers

@@ -1,4 +1,4 @@
-"""One PPO iteration: every stage of the pipeline, in order."""
+"""Runs one PPO iteration: every stage of the pipeline, in order."""
 
 from prefect import flow
 
@@ -36,7 +36,7 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
         generated = generations(driver, k) if config.data.generations is None else reuse_rollouts(driver, k)
         try:
             check_not_given_up(driver, k)
-            assert generated is not None
+            assert generated is not None  # an iteration that was given up has raised
             run_stages(driver, k, generated)
         except NotFinite as error:
             skip_what_is_left(driver, k, error)
@@ -47,10 +47,7 @@ def iteration(config: RunConfig, k: int) -> dict[str, float]:
 
 
 def run_stages(driver: Driver, k: int, generated: StageHandle) -> None:
-    """Start all stages after `generate`, and wait for them.
-
-    Each stage computes on the workers of its role, as soon as its inputs are committed.
-    """
+    """Starts all stages after `generate`, each of which computes as its inputs are committed, and waits for them."""
     handles, skipped = {GENERATE.name: generated}, list[tuple[AnyUpdateStage, str]]()
     for stage in stages_of(driver.config):
         if stage in (VALIDATE, GENERATE):
@@ -60,5 +57,6 @@ def run_stages(driver: Driver, k: int, generated: StageHandle) -> None:
         else:
             handles[stage.name] = start(driver, stage, k, handles)
     finish(driver)
+    # last: a skip gives a role's weights their next version, and the other stages compute with this one
     for stage, reason in skipped:
         skip_update(driver, stage, k, reason)

@@ -1,4 +1,4 @@
-"""Overrides of a config as a parameter of flows, which the server checks when a flow run is asked for."""
+"""Types the overrides of a config as a parameter of flows, which the server checks before it starts a flow run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ FORM = "KEY=VALUE, with a KEY that `ratchet train --help` lists"
 
 
 def _pattern() -> str:
-    """A regular expression of the overrides whose key exists: a section, a key, the type of an algorithm, or what a
-    mapping holds."""
+    """Matches overrides of a section, a key, the type of an algorithm, or a key of a mapping that exist."""
     known: dict[str, bool] = {}
     for key, kind, *_ in keys(RunConfig):
         name = re.sub(r"\[.*?\]", "", key)
@@ -32,5 +31,5 @@ Override = Annotated[
     str,
     WithJsonSchema({"type": "string", "if": {"not": {"pattern": _pattern()}}, "then": {"enum": [FORM]}}),
 ]
-"""A change of a value of a config, such as ``actor.lr=1e-5``. A pattern alone would be all that the server's error
-shows; the enumeration makes it name the override and what overrides look like."""
+"""A change of one value of a config, such as ``actor.lr=1e-5``. For a pattern alone, the server's error would show only
+the pattern; the enumeration makes it show the override and the form of overrides."""

@@ -1,8 +1,7 @@
-"""Training on the workers of a Prefect work pool: each run is a flow run of a deployment of `train`.
+"""Trains on the workers of a Prefect work pool: each run is a flow run of a deployment of `train`.
 
-Prefect decides where a flow run goes, and resumes it when its process dies, as it does for `ratchet deploy`. What is
-here only asks for flow runs and waits for them, so it can be killed and repeated: a flow run is asked for under a key
-that its config determines, and the server returns the one that it has.
+Prefect places flow runs, and resumes them when their process dies, as for `ratchet deploy`. This module only asks for
+flow runs and waits for them, so it can be killed and repeated.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ from ratchet.rlhf.errors import RatchetError, UserError
 
 POLL_S = 1.0
 UNANSWERED_S = 5.0
-"""Pause before a server that did not answer is asked again."""
+"""Pause before asking a server again that did not answer."""
 
 T = TypeVar("T")
 
 
 def check_server() -> None:
-    """Raise `UserError` if the Prefect server does not answer."""
     with get_client(sync_client=True) as client:
         if (error := client.api_healthcheck()) is not None:
             why = " ".join(str(error).split()) or type(error).__name__
@@ -47,22 +45,16 @@ class Pool:
     """The workers of a work pool, which train runs."""
 
     def __init__(self, pool: str, deployment: str, say: Callable[[str], None]) -> None:
-        """Register the deployment.
-
-        Args:
-            pool: Work pool; made if it does not exist.
-            deployment: Name of the deployment.
-            say: Hears what the workers are waited for.
-        """
+        """Registers the deployment. `say` is called with the reason whenever the pool waits."""
         self._pool, self._say = pool, say
         self._deployment = deploy_train(deployment, pool)
 
     def train(self, configs: Sequence[RunConfig]) -> None:
-        """Run or continue the runs of configs to their ends, all at the same time, and wait for all of them.
+        """Runs or continues the runs of configs to their ends, all at the same time, and waits for all of them.
 
         Raises:
-            RatchetError: a flow run failed, or was cancelled or deleted.
-            Fenced: another driver has one of the runs, and no flow run failed.
+            RatchetError: A flow run failed, or was cancelled or deleted.
+            Fenced: Another driver has one of the runs, and no flow run failed.
         """
         with get_client(sync_client=True) as client:
             names = {self._ask_for(client, config): config.run.name for config in configs}
@@ -75,23 +67,25 @@ class Pool:
                 raise error
 
     def _ask_for(self, client: SyncPrefectClient, config: RunConfig) -> UUID:
-        """The id of the flow run of a config: a new one, or that of an earlier call, which starts again if it ended."""
+        """Returns the id of a config's flow run, which starts, or starts again if an earlier one has ended."""
         digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
         flow_run = self._answer(
             lambda: client.create_flow_run_from_deployment(
                 self._deployment,
                 parameters={"config": config.model_dump(mode="json")},
+                # the key is determined by the config: a repeated call gets the flow run that exists
                 idempotency_key=f"{self._deployment} {self._pool} {digest}",
                 tags=[TAG, config.run.name],
             )
         )
+        # the key admits no second flow run, so the one that has ended starts again
         if flow_run.state is not None and flow_run.state.is_final():
             again: State[None] = AwaitingRetry()
             self._answer(lambda: client.set_flow_run_state(flow_run.id, again, force=True))
         return flow_run.id
 
     def _wait(self, client: SyncPrefectClient, names: Mapping[UUID, str]) -> dict[UUID, FlowRun]:
-        """Wait until flow runs have ended or were deleted; returns those that were not deleted."""
+        """Waits until flow runs have ended or were deleted; returns those that were not deleted."""
         only, crashed, missed = FlowRunFilter(id=FlowRunFilterId(any_=list(names))), set[UUID](), ""
         while True:
             flow_runs = self._answer(lambda: client.read_flow_runs(flow_run_filter=only, limit=len(names)))
@@ -113,7 +107,7 @@ class Pool:
             time.sleep(POLL_S)
 
     def _what_it_lacks(self, client: SyncPrefectClient) -> str:
-        """Why the pool starts no flow run; empty if it does."""
+        """Returns the reason why the pool starts no flow run; empty if it does."""
         match self._answer(lambda: client.read_work_pool(self._pool)).status:
             case WorkPoolStatus.NOT_READY:
                 return f"waiting: no worker of the pool {self._pool} is online: `ratchet worker --pool {self._pool}`"
@@ -123,7 +117,7 @@ class Pool:
                 return ""
 
     def _answer(self, ask: Callable[[], T]) -> T:
-        """What a server answers; one that does not is asked again, since the workers train without it."""
+        """Returns the server's answer; asks again until it answers, since the workers train without it."""
         retry = retry_if_exception(_is_temporary)
         return Retrying(retry=retry, wait=wait_fixed(UNANSWERED_S), before_sleep=self._say_unanswered)(ask)
 
@@ -143,12 +137,11 @@ def _has_crashed(flow_run: FlowRun) -> bool:
 
 
 def _has_ended(flow_run: FlowRun) -> bool:
-    """Whether nothing more happens; an automation starts one that crashed again."""
+    """True if nothing more happens; an automation restarts a crashed flow run."""
     return flow_run.state is not None and flow_run.state.is_final() and not _has_crashed(flow_run)
 
 
 def _failure(name: str, flow_run: FlowRun | None) -> RatchetError | None:
-    """Why a flow run did not complete."""
     if flow_run is None:
         return RatchetError(f"{name}: its flow run was deleted: repeat the command to start it again")
     state = flow_run.state

@@ -1,6 +1,6 @@
 """Shows a run on Prefect's pages: names, tags, logs, progress, and artifacts.
 
-This needs a permanent server. A temporary one ends with the process, so nothing is shown there.
+It needs a permanent server: a temporary one ends with the process, so nothing is shown there.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ EVERY_S = 1.0
 
 
 def has_pages() -> bool:
-    """Whether a permanent server records this process."""
+    """True if a permanent server records this process."""
     return bool(PREFECT_API_URL.value()) and not temporary_server.is_used()
 
 
 @contextmanager
 def tagged(run: str) -> Iterator[None]:
-    """Tag flow runs that begin inside with `run`."""
+    """Tags flow runs that start inside with `run`."""
     with tags(run) if has_pages() else nullcontext():
         yield
 
 
 @contextmanager
 def untagged() -> Iterator[None]:
-    """Start task runs inside without tags.
+    """Starts task runs inside without tags.
 
     Prefect asks its server for a concurrency slot for each tag of a task run, and a busy server refuses, which fails
     the task.
     """
+    # not `tags()`, which can only add to the tags of the flow
     with TagsContext(current_tags=set()):
         yield
 
 
 @contextmanager
 def shown(run: str) -> Iterator[None]:
-    """Log the events reported inside, and show the progress of each stage on its task run; use it in a flow."""
+    """Logs the events reported inside, and shows the progress of each stage on its task run; use it in a flow."""
     if not has_pages():
         yield
         return
@@ -104,9 +105,11 @@ class _Pages:
             return
         context.task_run.name = name  # the task sends it with its next event; until then, `_tell` does
         bar, now = f"{_slug(self.run)}-{_slug(stage)}", time.monotonic()
+        # a stage that starts gets a new bar
         if done == 0 and event.in_flight is None:
             self.bars.pop(bar, None)
             self.updated[bar] = now
+        # a bar that is shown ends at 100 %, whenever the last update was
         finishes = done == total and bar in self.bars
         if now - self.updated.get(bar, now) < EVERY_S and not finishes:
             return
@@ -124,12 +127,11 @@ class _Pages:
 
 
 def _is_recorded() -> bool:
-    """Whether the code runs in a flow run on a permanent server."""
     return has_pages() and FlowRunContext.get() is not None
 
 
 def show_iteration(driver: Driver, iteration: int, metrics: Mapping[str, float]) -> None:
-    """Create an artifact for an iteration; errors of the server or the store are ignored."""
+    """Creates an artifact for an iteration; ignores errors of the server or the store."""
     if not _is_recorded():
         return
     with suppress(StoreUnavailable):
@@ -139,7 +141,7 @@ def show_iteration(driver: Driver, iteration: int, metrics: Mapping[str, float])
 
 
 def show_report(url: str) -> str:
-    """Write the report of the run at `url` into its folder, and link it in Prefect; returns the report's URL."""
+    """Writes the report of the run at `url` into its folder, and links it in Prefect; returns the report's URL."""
     objects = ObjectStore(url)
     objects.put(REPORT, report.page([open_run(url)]).encode())
     name = objects.url.rpartition("/")[2]
@@ -151,7 +153,7 @@ def show_report(url: str) -> str:
 
 
 def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
-    """An iteration's page: metrics, stage times, the best and the worst trajectories."""
+    """Renders an iteration's page: metrics, stage times, the best and the worst trajectories."""
     config = run.config
     place = f"{config.run.name} --store {config.run.store}"
     lines = [f"# {config.run.name}, iteration {iteration}", "", "| metric | value |", "|---|---|"]
@@ -183,11 +185,11 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
 
 
 def _quoted(text: str, longest: int = 1_000) -> list[str]:
-    """The text as an indented code block, which nothing in the text can end; cut off after `longest` characters."""
+    """Returns the text as an indented code block, which nothing in it can end; cut off after `longest` characters."""
     shown = text if len(text) <= longest else f"{text[:longest]} …"
     return [f"    {line}" for line in shown.splitlines()]
 
 
 def _slug(name: str) -> str:
-    """A name as a key of Prefect, which has only lower-case letters, digits and dashes."""
+    """Turns a name into a key for Prefect, which has only lower-case letters, digits and dashes."""
     return "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in name.lower()).strip("-")

@@ -1,4 +1,4 @@
-"""Generate the reference pages in `docs/` (`main` lists them): `python -m ratchet.flows.reference [--check]`."""
+"""Generates the reference pages in `docs/` (`main` lists them): `python -m ratchet.flows.reference [--check]`."""
 
 import inspect
 import re
@@ -101,7 +101,6 @@ def configuration() -> str:
 
 
 def migration() -> str:
-    """A table for each program that configs can be converted from."""
     parts = [MIGRATION]
     for source in SOURCES:
         parts.append(f"\n## {source.name}\n\n| {source.name} | here | note |\n|---|---|---|\n")
@@ -118,7 +117,6 @@ def _counterpart(source: Source, row: Counterpart) -> str:
 
 
 def table(model: type[BaseModel]) -> str:
-    """A table of all keys of a config."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, kind, default, meaning in keys(model):
         lines.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")
@@ -126,7 +124,6 @@ def table(model: type[BaseModel]) -> str:
 
 
 def algorithms() -> str:
-    """A table of each kind of algorithm, followed by their equations."""
     parts = [ALGORITHMS]
     for title, key, union in (
         ("Advantages", "algorithm.advantage", Advantage),
@@ -163,6 +160,7 @@ def _row(key: str, algorithm: type) -> str:
     minimal = {
         "model": {"path": "model"},
         "data": {"train": "prompts.parquet"},
+        # these add no stages
         "algorithm": {"loss": "gpg", "advantage": "grpo"},
     }
     environment = {"name": "calculator", "on_error": "fail"}
@@ -181,7 +179,7 @@ def _row(key: str, algorithm: type) -> str:
 
 
 def markdown(described: Callable[..., object]) -> str:
-    """A docstring as Markdown, with its formulas in dollar signs, without the arguments that only the code has."""
+    """Returns a docstring as Markdown, with formulas in dollar signs, without the section of arguments."""
     text = (inspect.getdoc(described) or "").split("\n\nArgs:\n")[0]
     text = re.sub(r"\.\. math::[ ]*\n?((?:[ ]*\S.*\n?)+)", _formula, text)
     text = re.sub(r":math:`([^`]+)`", lambda match: f"${_macros(match[1])}$", text)
@@ -297,7 +295,6 @@ open_run("file://./runs/other").trajectories()
 
 
 def columns() -> str:
-    """A table of the columns of each stage."""
     parts = [COLUMNS_HEAD]
     for stage in STAGES:
         if not isinstance(stage, RowsStage):

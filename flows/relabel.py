@@ -1,8 +1,8 @@
-"""Iterated reward models (arXiv 2204.05862): labels for what the reward model is least sure of, a better reward model,
-and a fork of the run that it scores.
+"""Iterated reward models (arXiv 2204.05862): labels the pairs that the reward model is least sure of, trains a better
+reward model on them, and forks the run with it.
 
-Like a sweep, this has no state of its own: each step leaves a file that is created once, or a run, and the same command
-continues from the first step that is missing.
+Like a sweep, a round has no state of its own: each step leaves a file that is created once, or a run, and the same
+command continues from the first step that is missing.
 """
 
 from __future__ import annotations
@@ -44,22 +44,21 @@ PAIRS, TASKS, INTERFACE = "pairs.parquet", "label_studio.json", "label_studio.xm
 LABELS, TRAIN, HELD_OUT = "labels.parquet", "train.parquet", "held_out.parquet"
 PREFERENCES = pa.schema({"prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES})
 DETERMINED = ("run", "model", "data", "validation", "output")
-"""Keys of the fit that are not the user's."""
+"""Keys of the fit that the round sets."""
 SEED = 0
 QUESTIONS = 16
-"""Largest number of questions to the judge at the same time."""
+"""Largest number of concurrent questions to the judge."""
 ANSWER_S = 120.0
 """Time limit of an answer of the judge."""
 T = TypeVar("T")
 
 
 class Relabel(BaseModel):
-    """What a round of labels is made of; stored in its folder."""
+    """The settings of a round of labels; stored in its folder."""
 
     model_config = ConfigDict(frozen=True)
 
     parent: str
-    """URL of the run."""
     name: str
     """Name of the round, after which its fit and its fork are named."""
     pairs: int
@@ -71,16 +70,13 @@ class Relabel(BaseModel):
     also: tuple[str, ...]
     """Files of more preferences to learn from."""
     output: str
-    """Folder of the new model."""
 
     @property
     def store(self) -> str:
-        """URL of the folder of runs."""
         return self.parent.rpartition("/")[0]
 
     @property
     def fork(self) -> str:
-        """Name of the run with the new reward model."""
         return f"{self.name}-run"
 
     def objects(self) -> ObjectStore:
@@ -88,7 +84,7 @@ class Relabel(BaseModel):
 
 
 class Verdict(BaseModel):
-    """How often the old and the new model rank a held-out pair as it is labelled."""
+    """The shares of held-out pairs that the old and the new model rank as labelled."""
 
     pairs: int
     old: float
@@ -101,19 +97,16 @@ class Verdict(BaseModel):
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of a round."""
-
     table: pa.Table
     url: str
     """The folder of the round."""
 
 
 def begin(round_: Relabel) -> Pairs:
-    """Choose the pairs to label, unless they are chosen, and write them as a table and for Label Studio.
+    """Chooses the pairs to label, unless they are chosen, and writes them as a table and for Label Studio.
 
-    Raises:
-        UserError: another round or a run has the name, the run has no reward model or no pairs, or there is no
-            consent to its code.
+    Raises `UserError` if another round or a run has the name, if the run has no reward model or no pairs, or if there
+    is no consent to its code.
     """
     objects = round_.objects()
     if RunLog(objects).read().slot >= 0:
@@ -127,7 +120,8 @@ def begin(round_: Relabel) -> Pairs:
         objects.put(PAIRS, parquet_bytes(table))
         objects.put(TASKS, label_studio_tasks(rows).encode())
         objects.put(INTERFACE, LABELING_CONFIG.encode())
-        stored = _once(objects, SPEC, round_.model_dump_json(indent=1).encode())  # the pairs are whole before it
+        # last: it says that the pairs are complete
+        stored = _once(objects, SPEC, round_.model_dump_json(indent=1).encode())
     before = _spec(objects, stored)
     if before != round_:
         changed = [name for name in Relabel.model_fields if getattr(before, name) != getattr(round_, name)]
@@ -139,20 +133,14 @@ def begin(round_: Relabel) -> Pairs:
 
 
 def label(round_: Relabel, pairs: Pairs, labels: str | None, asked: JudgeConfig | None) -> Labels | None:
-    """Get the labels of a round, unless it has them.
+    """Gets the labels of a round, unless it has them; None if nobody has given any.
 
     Args:
-        round_: The round.
-        pairs: Its pairs.
-        labels: File of labels; None: there is none.
-        asked: The judge to ask; None: none.
-
-    Returns:
-        The labels; None if nobody has given any.
+        labels: File of labels.
+        asked: The judge to ask.
 
     Raises:
-        UserError: the file is malformed, it says something else than the labels that the round has, or the judge does
-            not answer.
+        UserError: The file is malformed or contradicts the labels that the round has, or the judge does not answer.
     """
     objects, ids = round_.objects(), pairs.table["pair_id"].to_pylist()
     given = None
@@ -177,7 +165,7 @@ def label(round_: Relabel, pairs: Pairs, labels: str | None, asked: JudgeConfig 
 
 @dataclass(frozen=True)
 class Split:
-    """How the preferences of a round are divided."""
+    """The numbers of pairs on each side of a round's split."""
 
     learned: int
     """Number of labelled pairs to learn from."""
@@ -190,17 +178,10 @@ class Split:
 
 
 def split(round_: Relabel, pairs: Pairs, labels: Labels) -> Split:
-    """Write the labelled pairs as preferences, unless they are written: those to learn from, and those that are held
-    out. A prompt is on one side only.
+    """Splits the labelled pairs into pairs to learn from and held-out ones, and writes both unless they are written.
 
-    Args:
-        round_: The round.
-        pairs: Its pairs.
-        labels: Their labels; ties teach nothing.
-
-    Raises:
-        UserError: fewer than two prompts have a label that is no tie, a row of a file is malformed, or a file of more
-            preferences has changed.
+    A prompt is on one side only. Ties teach nothing. Raises `UserError` if fewer than two prompts have a label other
+    than a tie, if a row of a file is malformed, or if a file of more preferences has changed.
     """
     by_prompt: dict[str, list[dict[str, Any]]] = {}
     for pair in pairs.table.to_pylist():
@@ -220,6 +201,7 @@ def split(round_: Relabel, pairs: Pairs, labels: Labels) -> Split:
     sides = [[row for place in places for row in by_prompt[prompts[place]]] for places in _cut(list(order), held_out)]
     more = [_preference(*next(both), next(both)[1]) for url in round_.also for both in _pairs(url)]
     compared = {json.dumps(row["prompt"]) for row in sides[0]}
+    # no pair of a held-out prompt may be learned from
     kept = [row for row in more if json.dumps(row["prompt"]) not in compared]
     for name, rows in ((HELD_OUT, sides[0]), (TRAIN, [*sides[1], *kept])):
         content = parquet_bytes(pa.Table.from_pylist(rows, PREFERENCES))
@@ -232,14 +214,9 @@ def split(round_: Relabel, pairs: Pairs, labels: Labels) -> Split:
 
 
 def refit_config(round_: Relabel, overrides: Sequence[str]) -> RewardTraining:
-    """The config of the fit that continues the run's reward model.
+    """Returns the config of the fit that continues the run's reward model.
 
-    Args:
-        round_: The round.
-        overrides: Changes, as ``key=value``.
-
-    Raises:
-        UserError: an override is wrong, or changes what the round determines.
+    Raises `UserError` if an override is wrong, or changes a value that the round determines.
     """
     taken = [change for change in overrides if change.split("=")[0].split(".")[0] in DETERMINED]
     if taken:
@@ -258,7 +235,7 @@ def refit_config(round_: Relabel, overrides: Sequence[str]) -> RewardTraining:
 
 
 def judge_new_model(round_: Relabel, config: RewardTraining, fit: Mapping[str, float]) -> Verdict:
-    """Compare the new model with the old one on the held-out pairs, unless that is done."""
+    """Compares the new model with the old one on the held-out pairs, unless that is done."""
     objects = round_.objects()
     if (stored := objects.get_if_there(VERDICT)) is None:
         old = accuracy_of(config)
@@ -268,17 +245,9 @@ def judge_new_model(round_: Relabel, config: RewardTraining, fit: Mapping[str, f
 
 
 def fork_config(round_: Relabel, iterations: int | None) -> RunConfig:
-    """Fork the run with the new reward model, as late as what is committed allows, unless that is done.
+    """Forks the run with the new reward model, as late as its commits allow, unless that is done.
 
-    Args:
-        round_: The round.
-        iterations: Iterations of the fork; None: those of the run.
-
-    Returns:
-        The fork's config.
-
-    Raises:
-        UserError: the run has all its iterations, and `iterations` does not ask for more.
+    It has the run's number of iterations by default. Raises `UserError` if the run has closed as many already.
     """
     parent = open_run(round_.parent)
     total = parent.config.iterations if iterations is None else iterations
@@ -301,7 +270,7 @@ def fork_config(round_: Relabel, iterations: int | None) -> RunConfig:
 
 
 async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, objects: ObjectStore) -> dict[str, Preferred]:
-    """The judge's labels. It sees each pair in both orders, and contradicting itself is a tie."""
+    """Returns the judge's labels. It sees each pair in both orders; if it contradicts itself, the pair is a tie."""
     chat = ChatClient(
         asked.url,
         asked.model,
@@ -332,7 +301,7 @@ async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, object
 
 
 def _pairs(url: str) -> Iterator[Iterator[tuple[Messages, str]]]:
-    """The preferences of a file. Raises `UserError` for a prompt that calls tools, which the columns cannot hold."""
+    """Yields the preferences of a file. Raises `UserError` if a prompt calls tools, which the columns cannot hold."""
     for where, row in read(url):
         pair = list(pair_of(row, where))
         if any("tool_calls" in message for messages, _ in pair for message in messages):
@@ -341,7 +310,7 @@ def _pairs(url: str) -> Iterator[Iterator[tuple[Messages, str]]]:
 
 
 class _KeptAnswers:
-    """Answers of the judge that are kept in the round's folder, for use on an event loop."""
+    """Keeps answers of the judge in the round's folder, for use on an event loop."""
 
     def __init__(self, answers: JudgeAnswers) -> None:
         self._answers = answers
@@ -376,7 +345,7 @@ def _cut(items: list[T], size: int) -> tuple[list[T], list[T]]:
 
 
 def _once(objects: ObjectStore, key: str, content: bytes) -> bytes:
-    """Create an object unless it exists; returns what it holds."""
+    """Creates an object unless it exists; returns its content."""
     try:
         objects.create(key, content)
     except FileExistsError:

@@ -30,7 +30,7 @@ SAMPLED_TRAJECTORIES = 150
 SAMPLED_TOKENS = 200_000
 """Limits of the sample of a run: a browser handles a page of tens of megabytes, but not of hundreds."""
 LARGE_SAMPLES = 4
-"""More runs than this share the tokens of so many samples."""
+"""With more runs than this, all share the tokens of so many samples."""
 
 
 class ReportedRun(Document):
@@ -41,14 +41,12 @@ class ReportedRun(Document):
 
 
 class Report(Document):
-    """The data of a report."""
-
     written: str
     runs: list[ReportedRun]
 
 
 def write(runs: Sequence[Run], path: Path) -> None:
-    """Write or replace the report atomically. Raises `UserError` if `path` cannot be written."""
+    """Writes or replaces the report atomically. Raises `UserError` if `path` cannot be written."""
     text = page(runs)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -60,15 +58,12 @@ def write(runs: Sequence[Run], path: Path) -> None:
 
 
 def page(runs: Sequence[Run], title: str | None = None, arms: Sequence[Mapping[str, str]] = ()) -> str:
-    """The report as HTML.
+    """Renders the report as HTML.
 
     Args:
-        runs: the runs, in the order of their colours.
-        title: its title; None: the names of the runs.
-        arms: what is known of the runs as arms of a sweep, by column; shown above everything else.
-
-    Returns:
-        The page.
+        runs: The runs, in the order of their colours.
+        title: Title; None: the names of the runs.
+        arms: Facts about the runs as arms of a sweep, by column; shown above everything else.
     """
     run_names = _distinct_names(runs)
     tokens = SAMPLED_TOKENS * min(len(runs), LARGE_SAMPLES) // max(len(runs), 1)
@@ -80,7 +75,7 @@ def page(runs: Sequence[Run], title: str | None = None, arms: Sequence[Mapping[s
 
 
 def _distinct_names(runs: Sequence[Run]) -> list[str]:
-    """What to call the runs. Raises `UserError` if one is named twice."""
+    """Returns a name for each run. Raises `UserError` if one is named twice."""
     duplicates = [url for url, count in Counter(run.store.url for run in runs).items() if count > 1]
     if duplicates:
         raise UserError(f"the run at {duplicates[0]} is named twice: name each run once")
@@ -102,7 +97,7 @@ def _reported(run: Run, name: str, tokens: int) -> ReportedRun:
 
 
 def _trajectories(run: Run, tokens: int, damaged: OnDamage) -> list[TrajectoryDocument]:
-    """A sample of trajectories of the newest closed iterations."""
+    """Samples trajectories of the newest closed iterations."""
     closed = run.state.iteration
     newest = range(max(0, closed - SAMPLED_ITERATIONS), closed)
     frame = run.trajectories(newest, damaged=damaged)
@@ -116,12 +111,13 @@ def _trajectories(run: Run, tokens: int, damaged: OnDamage) -> list[TrajectoryDo
 
 
 def _sample(frame: pd.DataFrame, tokens: int) -> pd.DataFrame:
-    """The same number of rows per iteration: the best, the worst, and others evenly spread between them by score."""
+    """Samples the same number of rows per iteration: the best, the worst, and others evenly spread by score."""
     longest = int(frame["response_ids"].map(len).max())
     rows_per_iteration = min(SAMPLED_TRAJECTORIES, tokens // max(longest, 1)) // frame["iteration"].nunique()
     ordered = frame.sort_values(["iteration", "score", "trajectory_id"], ascending=[False, False, True])
     kept: list[int] = []
     for rows in ordered.groupby("iteration", sort=False).indices.values():
+        # at least the best and the worst
         chosen = np.linspace(0, len(rows) - 1, min(len(rows), max(rows_per_iteration, 2))).round().astype(int)
         kept += [int(rows[index]) for index in chosen]
     return ordered.iloc[kept]

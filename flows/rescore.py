@@ -1,4 +1,4 @@
-"""New scores on old generations: a run that reuses the trajectories of another and scores them again."""
+"""Rescores old generations: a run that reuses the trajectories of another and scores them again."""
 
 from __future__ import annotations
 
@@ -31,21 +31,17 @@ def rescore(config: RunConfig, take_over: bool = False, overrides: Sequence[Over
 def rescoring_config(
     source: str, run: str, reward: str | None, learn: bool, overrides: Iterable[str] = ()
 ) -> RunConfig:
-    """The config of a run that scores the generations of another run.
+    """Returns the config of a run that scores the generations of another run.
 
     Args:
         source: URL of the run that has the generations.
         run: Name of the new run.
         reward: Its reward function; None: that of `source`.
-        learn: Whether to train on the new scores, off-policy and therefore with a rollout correction; if not, the run
-            only scores.
+        learn: True to train on the new scores; otherwise the run only scores.
         overrides: Changes, as on the command line.
 
-    Returns:
-        The config.
-
     Raises:
-        UserError: if `source` has not closed an iteration, or there is no consent to its code.
+        UserError: `source` has not closed an iteration, or there is no consent to its code.
     """
     parent = open_run(source)
     if parent.state.iteration == 0:
@@ -63,6 +59,7 @@ def rescoring_config(
         "validation": parent.config.validation.model_dump() if learn else {},
         "tracking": list(parent.config.tracking) if learn else [],
     }
+    # training on another run's generations is off-policy, so it needs importance weights
     if learn and (correction := parent.config.algorithm.rollout_correction) is not None and correction.weights is None:
         changes["algorithm.rollout_correction"] = {"weights": {}, "rejection": [*correction.model_dump()["rejection"]]}
     elif learn and correction is None:
@@ -73,7 +70,7 @@ def rescoring_config(
 
 
 def begin(config: RunConfig) -> None:
-    """Unless the run exists, fork it from its source at iteration 0, so that both begin with the same weights."""
+    """Forks the run from its source at iteration 0, unless it exists, so that both start with the same weights."""
     assert config.data.generations is not None
     if RunLog(ObjectStore(run_url(config.run.store, config.run.name))).read().slot < 0:
         fork_run(open_run(config.data.generations), config, 0, None)

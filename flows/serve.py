@@ -1,4 +1,4 @@
-"""Serves a snapshot over an OpenAI-compatible endpoint, and stores what it answers in the run's folder."""
+"""Serves a snapshot over an OpenAI-compatible endpoint, and stores its answers in the run's folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ratchet.rlhf.errors import EngineLost
 from ratchet.rlhf.rollout.engine import Request, Sampling
 
 WAIT_S = 1.0
-"""Seconds after which the loss of the engine is noticed at most."""
+"""Longest time in seconds until the loss of the engine is noticed."""
 
 
 def serve(
@@ -35,19 +35,18 @@ def serve(
     key: str,
     listening: Callable[[str], None],
 ) -> None:
-    """Answer calls until this is interrupted. An engine that is lost is started again, and calls continue.
+    """Answers calls until it is interrupted. A lost engine is restarted, and calls continue.
 
     Args:
-        run: the run, whose folder gets the answers.
-        config: the run's config, whose `model.path` is the folder of the snapshot.
-        version: number of iterations of the snapshot.
-        host: address to listen on.
-        port: port to listen on; 0: any free one.
-        key: the key of all clients.
-        listening: hears the base URL of the endpoint when it listens.
+        run: The run, whose folder gets the answers.
+        config: The run's config, whose `model.path` is the folder of the snapshot.
+        version: Number of iterations of the snapshot.
+        port: Port to listen on; 0: any free one.
+        key: The key of all clients.
+        listening: Called with the base URL of the endpoint once it listens.
 
     Raises:
-        UserError: the endpoint cannot listen on the address.
+        UserError: The endpoint cannot listen on the address.
     """
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
     engines, tokenizer = Engines(config, ["rollout"]), Resources(config).tokenizer
@@ -55,6 +54,7 @@ def serve(
     sampling = replace(Sampling.of(rollout, temperature=rollout.temperature, seed=config.run.seed), max_tokens=context)
     clients = Served(name, Gateway(host, port), key, context=context, listening=listening)
     rules = Rules(sampling, agents=clients, recorder=CallLog(ServedLog(run.store, name).write))
+    # one trajectory that never ends: its agent is the endpoint, which answers all clients
     serving = Dialogue(Request(name, ()))
     generator = Generator(engines.rollout(), tokenizer, interruptible=True)
     generator.resume(version)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on prompts and responses, the first step of every RLHF recipe."""
+"""Fine-tunes a model on prompts and responses, the first step of every RLHF recipe."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from ratchet.rlhf.metrics import BY_NAME
 
 
 class Shown(Flag):
-    """Where a metric is shown."""
+    """The places where metrics are shown."""
 
     LINE = auto()
     """The line printed when an iteration closes."""
@@ -28,19 +28,18 @@ LINE, STATUS, PAGES, REPORT = Shown
 
 @dataclass(frozen=True)
 class Display:
-    """How a metric is shown, and where."""
+    """The format and the places of a metric that is shown."""
 
     name: str
     shown: Shown
     format: str = ".4g"
 
     def text(self, value: float) -> str:
-        """The value as it is shown; never as -0.00, and empty if there is none."""
+        """Formats a value; never as -0.00, and empty if there is none."""
         return "" if math.isnan(value) else f"{value:z{self.format}}"
 
     @property
     def heading(self) -> str:
-        """Heading of a curve."""
         metric = BY_NAME[self.name]
         return f"{self.name}: {metric.meaning}{f' ({metric.unit})' if metric.unit else ''}"
 
@@ -81,11 +80,11 @@ CATALOGUE = (
 
 
 def shown_in(place: Shown) -> tuple[Display, ...]:
-    """The metrics that a place shows, in order."""
+    """Returns the metrics that a place shows, in order."""
     return tuple(display for display in CATALOGUE if place in display.shown)
 
 
 def line(metrics: Mapping[str, float]) -> str:
-    """The main metrics of an iteration, in one line, such as `critic/score/mean 0.346`."""
+    """Formats the main metrics of an iteration in one line, such as `critic/score/mean 0.346`."""
     shown = (display for display in shown_in(LINE) if display.name in metrics)
     return "  ".join(f"{display.name} {display.text(metrics[display.name])}" for display in shown)

@@ -1,4 +1,4 @@
-"""Summarizes what a run will do, at its start: models and where they are, tokens and memory."""
+"""Summarizes a run at its start: its models and their places, tokens and memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,12 @@ from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 from ratchet.rlhf.rollout.device_memory import gradients, resident
 
 SHOWN = 300
-"""Characters of a prompt that are shown."""
+"""Largest number of characters of a prompt that are shown."""
 
 
 def summary(config: RunConfig, state: RunState) -> list[str]:
-    """Say what a run will do.
-
-    Args:
-        config: Its config.
-        state: Where it is.
-
-    Returns:
-        Lines for the user: the models, the size of an iteration, the memory of a process without activations, and the
-        snapshots.
+    """Describes the models, the size of an iteration, the memory of a process without activations, and the
+    snapshots.
     """
     at = f"continues after {reached(state.iteration, config.iterations)}"
     if not (state.iteration or state.stages or state.shards):
@@ -57,7 +50,7 @@ def summary(config: RunConfig, state: RunState) -> list[str]:
 
 
 def first_prompt(config: RunConfig) -> str:
-    """The first prompt of the data as the policy sees it, cut and on one line: text from outside, as JSON writes it."""
+    """Describes the first prompt as the policy sees it, cut, and as JSON since the text is from outside."""
     data = config.data
     tokenizer = policy_tokenizer(config.model, config.rollout.environment, data.special_tokens)
     text, ids = encode(
@@ -98,7 +91,7 @@ def _iteration(config: RunConfig) -> str:
 
 
 def _memory(config: RunConfig, role: str, parameters: int) -> dict[str, float]:
-    """Bytes of one role in a process, by what they hold."""
+    """Returns the bytes of one role in a process, by content."""
     name = config.pool_of(role)
     ranks = 1 if name is None else config.pools[name].workers
     held = resident(config, {role: parameters}, ranks, idle=True) | gradients(config, {role: parameters}, ranks)
@@ -110,7 +103,6 @@ def _counted(count: float, what: str) -> str:
 
 
 def _number(count: int) -> str:
-    """A count such as 7.6 billion, 124 million or 283 thousand."""
     for size, name in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
         if count >= size:
             return f"{count / size:.3g}{name}"

@@ -1,8 +1,8 @@
 """Tries several settings from one point of a run: forks that share everything before it.
 
-The arms run in groups, of one arm unless there is a pool of workers; Optuna chooses their settings and stops those that
-fall behind. A sweep has no state of its own: each arm is a run, and Optuna's choices depend only on the scores of the
-arms before and of the same group. The same command therefore continues a sweep that was killed.
+The arms run in groups, of one arm unless there is a pool of workers; Optuna chooses their settings and stops arms that
+fall behind. A sweep has no state of its own: each arm is a run, and Optuna's choices depend only on the scores of
+earlier arms and of the same group. The same command therefore continues a sweep that was killed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 Pruner = Literal["halving", "median", "none"]
 Train = Callable[[Sequence[RunConfig]], None]
-"""Runs or continues the runs of configs to their ends. It may raise `Fenced` if another driver has one of them."""
+"""Runs or continues the runs of configs to their ends. May raise `Fenced` if another driver has one of them."""
 Say = Callable[[str], None]
-"""Hears what begins, and how it went."""
+"""Prints a line about an arm."""
 SPEC = "sweep.json"
 STUDY = "study.log"
-"""Optuna's study, in the format of its `JournalFileBackend`, for people who look at it with Optuna's tools."""
+"""Optuna's study, in the format of its `JournalFileBackend`, for use with Optuna's tools."""
 REDUCTION = 3
-"""One of so many arms goes on from each rung, with so many times the iterations."""
+"""One of so many arms continues from each rung, with so many times the iterations."""
 RUNGS = 2
 """Number of comparisons on the way to all iterations."""
 SEED = 0
@@ -52,16 +52,15 @@ TOKENS = "perf/generated_tokens"
 
 
 class Sweep(BaseModel):
-    """What a sweep tries; stored in its folder."""
+    """The settings of a sweep; stored in its folder."""
 
     model_config = ConfigDict(frozen=True)
 
     parent: str
-    """URL of the run."""
     name: str
     """Name of the sweep; arms are named after it."""
     iteration: int
-    """Iteration of `parent` in which the arms begin."""
+    """Iteration of `parent` in which the arms start."""
     stage: str | None
     """The first stage of that iteration that the arms compute themselves; None: the first that the settings change."""
     vary: dict[str, tuple[str, ...]]
@@ -78,12 +77,11 @@ class Sweep(BaseModel):
 
     @property
     def store(self) -> str:
-        """URL of the folder of runs."""
         return self.parent.rpartition("/")[0]
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Numbers of iterations after which an arm is compared with those before it; the last is the end."""
+        """Numbers of iterations after which an arm is compared with earlier ones; the last is the end."""
         total = self.iterations - self.iteration
         if self.pruner == "none":
             return (self.iterations,)
@@ -96,26 +94,23 @@ class Arm:
     """One setting that was tried."""
 
     run: str
-    """Name of its run."""
     values: dict[str, str]
     at: str
-    """Where its fork begins."""
     scores: dict[int, float] = field(default_factory=dict)
     """Score of the validation after a number of iterations."""
     is_stopped: bool = False
-    """Whether it fell behind when it was tried last."""
+    """True if it fell behind when it was last tried."""
     tokens_shared: int = 0
-    """Tokens that the parent had generated, and this arm did not generate again."""
+    """Tokens of the parent that this arm shares instead of generating them."""
 
     @property
     def score(self) -> float:
-        """The newest score."""
         return self.scores[max(self.scores)]
 
 
 @dataclass
 class _Attempt:
-    """A trial of Optuna, whose arm another trial may share: Optuna can draw the same values twice."""
+    """A trial of Optuna. Two trials may share an arm, since Optuna can draw the same values twice."""
 
     trial: optuna.Trial
     arm: Arm
@@ -123,10 +118,9 @@ class _Attempt:
 
 
 def begin(sweep: Sweep) -> None:
-    """Store what the sweep tries, unless it is stored.
+    """Stores the settings of the sweep, unless they are stored.
 
-    Raises:
-        UserError: another sweep has the name, it does not fit the run, or there is no consent to the run's code.
+    Raises `UserError` if another sweep has the name, it does not fit the run, or there is no consent to the run's code.
     """
     if importlib.util.find_spec("optuna") is None:
         raise UserError('a sweep needs the package optuna: pip install "ratchet-rlhf[sweep]"')
@@ -170,18 +164,13 @@ def _stored(objects: ObjectStore) -> Sweep:
 
 
 def run_arms(sweep: Sweep, train: Train, say: Say) -> Iterator[Arm]:
-    """Run or continue the arms of a sweep that has begun.
+    """Runs or continues the arms of a sweep that has begun; yields each arm when its group is complete or was stopped.
 
     Args:
-        sweep: What to try.
-        train: Trains the arms of a group that go on, at the same time if it can.
-        say: Hears of each arm.
-
-    Yields:
-        Each arm, when its group has all iterations or was stopped.
+        train: Trains the arms of a group that continue, at the same time if it can.
 
     Raises:
-        UserError: an arm's settings do not fit, or the metric does not exist.
+        UserError: An arm's settings do not fit, or the metric does not exist.
     """
     with tempfile.TemporaryDirectory() as folder:
         yield from _run_arms(sweep, train, say, Path(folder) / STUDY)
@@ -199,7 +188,7 @@ def _run_arms(sweep: Sweep, train: Train, say: Say, journal: Path) -> Iterator[A
         storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
         study_name=sweep.name,
         direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=SEED),  # whose constant liar keeps the arms of a group apart
+        sampler=optuna.samplers.TPESampler(seed=SEED),  # its constant liar keeps the arms of a group apart
         pruner=_pruner(sweep),
     )
     combinations = [dict(zip(sweep.vary, values, strict=True)) for values in product(*sweep.vary.values())]
@@ -225,12 +214,13 @@ def _run_arms(sweep: Sweep, train: Train, say: Say, journal: Path) -> Iterator[A
         for attempt in group:
             score = None if attempt.is_stopped else attempt.arm.score
             study.tell(attempt.trial, score, state=_state(attempt.is_stopped))
+        # only for people: a repeated command computes the choices from the scores of the arms again
         objects.put(STUDY, journal.read_bytes())
         yield from (attempt.arm for attempt in group)
 
 
 def _advance(sweep: Sweep, parent: Run, group: Sequence[_Attempt], rung: int, train: Train, say: Say) -> None:
-    """Train the arms of a group to a rung, and stop those that fall behind."""
+    """Trains the arms of a group to a rung, and stops arms that fall behind."""
     _train_to(sweep, parent, {attempt.arm.run: attempt.arm for attempt in group}.values(), rung, train, say)
     for attempt in group:
         if (score := _score(sweep, parent, attempt.arm.run, rung)) is None:
@@ -240,7 +230,7 @@ def _advance(sweep: Sweep, parent: Run, group: Sequence[_Attempt], rung: int, tr
             )
         attempt.arm.scores[rung] = score
         attempt.trial.report(score, rung - sweep.iteration)
-    # The best first: halving compares an arm with those that were asked about before it, and with itself.
+    # the best first: halving compares an arm with those that were asked about before it, and with itself
     for attempt in sorted(group, key=lambda attempt: attempt.arm.scores[rung], reverse=True):
         attempt.is_stopped = attempt.arm.is_stopped = rung != sweep.rungs[-1] and attempt.trial.should_prune()
     for attempt in group:
@@ -249,18 +239,18 @@ def _advance(sweep: Sweep, parent: Run, group: Sequence[_Attempt], rung: int, tr
 
 
 def _train_to(sweep: Sweep, parent: Run, arms: Iterable[Arm], rung: int, train: Train, say: Say) -> None:
-    """Train the arms that have no score at a rung. Another driver that has one of them comes first."""
+    """Trains the arms that have no score at a rung."""
     while missing := [arm for arm in arms if _score(sweep, parent, arm.run, rung) is None]:
         try:
             train([_config(sweep, parent, arm.run, arm.values, rung) for arm in missing])
             return
         except Fenced:
+            # another driver has one of them: it comes first
             for arm in missing:
                 _wait_for_driver(arm.run, ObjectStore(run_url(sweep.store, arm.run)), say)
 
 
 def _wait_for_driver(run: str, objects: ObjectStore, say: Say) -> None:
-    """Wait until no driver of a run is alive."""
     is_said = False
     while alive := heartbeat.is_alive(objects):
         if not is_said:
@@ -294,15 +284,7 @@ def _config(sweep: Sweep, parent: Run, run: str, values: Mapping[str, str], iter
 
 
 def _arm(sweep: Sweep, parent: Run, run: str, values: dict[str, str], tokens: int) -> Arm:
-    """An arm, whose run is made unless it exists.
-
-    Args:
-        sweep: What is tried.
-        parent: The run that it begins from.
-        run: Name of the arm's run.
-        values: Its settings.
-        tokens: Tokens that the parent had generated before the iteration in which arms begin.
-    """
+    """Returns an arm, after forking its run unless it exists; `tokens` counts those generated before the arms start."""
     config = _config(sweep, parent, run, values, sweep.rungs[0])
     iteration, stage = _point(sweep, parent, config)
     if RunLog(ObjectStore(run_url(sweep.store, run))).read().slot < 0:
@@ -312,14 +294,14 @@ def _arm(sweep: Sweep, parent: Run, run: str, values: dict[str, str], tokens: in
 
 
 def _point(sweep: Sweep, parent: Run, config: RunConfig) -> tuple[int, str | None]:
-    """Where an arm begins: as late as its settings allow, unless the sweep names a stage."""
+    """Returns the point where an arm starts: as late as its settings allow, unless the sweep names a stage."""
     if sweep.stage is not None:
         return sweep.iteration, sweep.stage
     return latest_point(parent, config, sweep.iteration)
 
 
 def _tokens_of(parent: Run, config: RunConfig, iteration: int, stage: str | None) -> int:
-    """Tokens that the parent generated in the iteration in which an arm begins, if the arm shares them."""
+    """Returns the tokens that the parent generated in the iteration in which an arm starts, if the arm shares them."""
     called = None if stage is None else stage_called(stage)
     if called is None or "generate" in dependents(called.name, config):
         return 0
@@ -328,7 +310,7 @@ def _tokens_of(parent: Run, config: RunConfig, iteration: int, stage: str | None
 
 
 def _score(sweep: Sweep, parent: Run, run: str, iterations: int) -> float | None:
-    """The score of the validation after a number of iterations; None if there is none, or not by that metric."""
+    """Returns the score of the validation after some iterations; None if there is none, or not by that metric."""
     store = open_run(run_url(sweep.store, run)).store
     if store.state.iteration < iterations:
         return None
@@ -336,7 +318,6 @@ def _score(sweep: Sweep, parent: Run, run: str, iterations: int) -> float | None
 
 
 def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
-    """What each arm reached, the best first."""
     return [
         {
             "run": arm.run,
@@ -353,7 +334,7 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 
 def write_page(sweep: Sweep, arms: Sequence[Arm]) -> str:
-    """Write the page that compares the arms into the sweep's folder; returns its URL."""
+    """Writes the page that compares the arms into the sweep's folder; returns its URL."""
     objects = ObjectStore(run_url(sweep.store, sweep.name))
     runs = [open_run(run_url(sweep.store, name)) for name in dict.fromkeys(row["run"] for row in table(arms))]
     objects.put(REPORT, report.page(runs, sweep.name, table(arms)).encode())
@@ -361,11 +342,7 @@ def write_page(sweep: Sweep, arms: Sequence[Arm]) -> str:
 
 
 def parse_vary(options: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Read ``key=a,b,c``.
-
-    Raises:
-        UserError: an option has another form, or a key twice.
-    """
+    """Parses ``key=a,b,c``; raises `UserError` if an option has another form, or a key twice."""
     vary: dict[str, tuple[str, ...]] = {}
     for option in options:
         key, equals, values = option.partition("=")
@@ -381,7 +358,7 @@ def parse_vary(options: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _split(values: str) -> list[str]:
-    """Split at commas outside brackets."""
+    """Splits at commas outside brackets."""
     parts, depth = [""], 0
     for character in values:
         depth += (character in "[{") - (character in "]}")

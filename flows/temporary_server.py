@@ -1,8 +1,7 @@
-"""Starts the temporary Prefect server of a command, and ends those of drivers that were killed.
+"""Starts the temporary Prefect server of a command, and ends servers whose driver was killed.
 
-If no server is configured, Prefect starts a temporary one and ends it with the process. A killed process leaves its
-server behind. So a driver marks the environment that its server inherits, and the next command ends the servers whose
-driver no longer runs.
+A killed process leaves its temporary server behind. So a driver marks the environment that its server inherits, and
+the next command ends the servers whose driver no longer runs.
 """
 
 import atexit
@@ -23,12 +22,12 @@ MARK = "RATCHET_TEMPORARY_SERVER_OF"
 class TemporaryServer:
     """A server that starts while this process imports packages and checks its inputs.
 
-    Prefect would start the same one with its first client, but then everything waits for it, and this process would
-    have to import the server, too.
+    Prefect would start the same one with its first client, but then everything would wait for it, and this process
+    would have to import the server, too.
     """
 
     def __init__(self) -> None:
-        """Start the server. Prefect must not have been imported yet: it reads the address from the environment."""
+        """Starts the server. Must precede the import of Prefect, which reads the address from the environment."""
         end_orphans()
         mark()
         with socket.socket() as free:
@@ -45,7 +44,7 @@ class TemporaryServer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the server answers, or has ended."""
+        """True if the server answers, or has ended."""
         if self._process.poll() is not None:
             return True
         try:
@@ -55,7 +54,7 @@ class TemporaryServer:
             return False
 
     def wait(self) -> None:
-        """Wait until it is ready. After a time limit the run starts without it."""
+        """Waits until it is ready. After a time limit the run starts without it."""
         deadline = time.monotonic() + float(os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"])
         while not self.is_ready and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -70,18 +69,18 @@ class TemporaryServer:
 
 
 def is_used() -> bool:
-    """Whether this process or a parent has started a temporary server, which shows no pages."""
+    """True if this process or a parent has started a temporary server, which shows no pages."""
     return MARK in os.environ
 
 
 def mark() -> None:
-    """Mark the environment of this process, which its temporary server inherits."""
+    """Marks the environment of this process, which its temporary server inherits."""
     process = psutil.Process()
     os.environ[MARK] = f"{process.pid}@{born(process)}"
 
 
 def end_orphans() -> None:
-    """End the temporary servers whose driver no longer runs."""
+    """Ends the temporary servers whose driver no longer runs."""
     for process in psutil.process_iter():
         try:
             environment = process.environ()

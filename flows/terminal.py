@@ -1,4 +1,4 @@
-"""Progress on the terminal: a bar per stage while it runs, and a line per iteration when it closes."""
+"""Shows progress on the terminal: a bar per stage while it runs, and a line per iteration when it closes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from ratchet.infra.store.run_store import VALIDATE
 
 
 def visible(text: str) -> str:
-    """Make text from outside safe for a terminal.
-
-    Control characters, which could move the cursor, set a title or hide text, become escapes, and so do surrogates,
-    which UTF-8 cannot encode.
-    """
+    """Escapes control characters, which could move the cursor, set a title or hide text, and surrogates, which UTF-8
+    cannot encode, in text from outside."""
     return "".join(character.encode("unicode_escape").decode() if _acts(character) else character for character in text)
 
 
@@ -34,7 +31,7 @@ BIDIRECTIONAL = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 @contextmanager
 def progress(console: Console, iterations: int | None = None) -> Iterator[None]:
-    """Show the events reported inside: live bars on a terminal, plain lines elsewhere."""
+    """Shows the events reported inside: live bars on a terminal, plain lines elsewhere."""
     bars = Progress(
         TextColumn("{task.description:<24}", markup=False),
         BarColumn(bar_width=24),

@@ -1,6 +1,6 @@
-"""Sends metrics to TensorBoard, Weights & Biases, MLflow or trackio, besides the store, through accelerate's trackers.
+"""Sends metrics to TensorBoard, Weights & Biases, MLflow or trackio, through accelerate's trackers.
 
-Trackers are for looking at a run, and never end it: one that fails is left out, with a line that says so.
+A tracker never ends the run: if it fails, a note says so, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,19 @@ Samples = Callable[[int], "pd.DataFrame"]
 FOLDER = Path("tracking")
 """The folder of trackers that write files, with a folder for each run."""
 SAMPLES = "samples"
-"""The table of trajectories in Weights & Biases."""
+"""Name of the table of trajectories in Weights & Biases."""
 STEP = "training/global_step"
 """The number of iterations, by verl's name: the axis of every chart."""
 
 
 @contextmanager
 def tracking(config: RunConfig, run_id: str, samples: Samples) -> Iterator[Track]:
-    """Open the trackers of `config.tracking`.
+    """Opens the trackers of `config.tracking`; yields a function that logs the metrics of an iteration.
 
     Args:
-        config: the run's config.
-        run_id: identifies the run, however often it is resumed: each tracker has one run for it.
-        samples: a few trajectories of an iteration, to look at.
-
-    Yields:
-        A function that logs the metrics of an iteration.
+        config: The run's config.
+        run_id: Identifies the run across resumes: each tracker has one run for it.
+        samples: Returns a few trajectories of an iteration.
     """
     trackers: dict[Tracker, GeneralTracker] = {}
     for name in config.tracking:
@@ -50,6 +47,7 @@ def tracking(config: RunConfig, run_id: str, samples: Samples) -> Iterator[Track
             trackers[name] = tracker
 
     def track(iteration: int, metrics: Mapping[str, float]) -> None:
+        # a copy, since a tracker that fails is removed
         for name, tracker in list(trackers.items()):
             if not _attempt(name, partial(_log, tracker, iteration, metrics, samples)):
                 del trackers[name]
@@ -62,10 +60,10 @@ def tracking(config: RunConfig, run_id: str, samples: Samples) -> Iterator[Track
 
 
 def _attempt(name: str, action: Callable[[], T]) -> T | None:
-    """The result of a tracker's action; None if it fails, after a line that says so."""
+    """Returns the result of a tracker's action; None, after a note, if it fails."""
     try:
         return action()
-    except Exception as error:  # of someone else's service: anything
+    except Exception as error:  # a third-party service may raise anything
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         note(f"tracking: {name} failed, and the run continues without it: {first}")
         return None
@@ -74,12 +72,12 @@ def _attempt(name: str, action: Callable[[], T]) -> T | None:
 def _open(name: Tracker, config: RunConfig, run_id: str) -> GeneralTracker:
     from accelerate import PartialState
 
-    PartialState(cpu=True)  # which accelerate's trackers ask whether this is the main process
+    PartialState(cpu=True)  # accelerate's trackers ask it whether this is the main process
     tracker = BUILD[name](config, run_id)
     tracker.start()
     if tracker.name == "wandb":
         tracker.run.define_metric("*", step_metric=STEP)
-    if tracker.name == "mlflow" and tracker.run_id is None:  # it refuses parameters that change, when a run is resumed
+    if tracker.name == "mlflow" and tracker.run_id is None:  # when a run is resumed, it refuses parameters that change
         tracker.store_init_configuration(_flat(config))
     return tracker
 
@@ -87,7 +85,7 @@ def _open(name: Tracker, config: RunConfig, run_id: str) -> GeneralTracker:
 def _log(tracker: GeneralTracker, iteration: int, metrics: Mapping[str, float], samples: Samples) -> bool:
     values = {STEP: float(iteration), **metrics}
     if tracker.name == "wandb":
-        tracker.log(values | _table(samples(iteration)))  # its own steps count on where a resumed run stopped
+        tracker.log(values | _table(samples(iteration)))  # its own steps continue where a resumed run stopped
     elif tracker.name == "mlflow":
         allowed = {re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_")): value for name, value in values.items()}
         tracker.log(allowed, step=iteration)
@@ -97,7 +95,6 @@ def _log(tracker: GeneralTracker, iteration: int, metrics: Mapping[str, float], 
 
 
 def _table(frame: pd.DataFrame) -> dict[str, wandb.Table]:
-    """A table of trajectories, if there are any."""
     import wandb
 
     if frame.empty:
@@ -169,7 +166,6 @@ BUILD: dict[Tracker, Callable[[RunConfig, str], GeneralTracker]] = {
 
 
 def _flat(config: RunConfig) -> dict[str, object]:
-    """The config by dotted key."""
     import pandas as pd
 
     [row] = pd.json_normalize(config.model_dump(mode="json")).to_dict("records")

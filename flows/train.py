@@ -57,6 +57,7 @@ def train(
     """
     config = config.with_values({}, overrides)
     if new_run:
+        # a flow run that Prefect starts again keeps its id, and so resumes its own run
         config = config.with_values({"run.name": f"{config.run.name}-{flow_run.id[:8]}"})
     config = with_iterations(config)
     try:
@@ -67,8 +68,8 @@ def train(
 
 
 def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> None:
-    """Run the remaining iterations and the last validation, recorded by Prefect if its server works."""
-    # a Prefect heartbeat of its own would add a second to each iteration; the heartbeat of this flow covers both
+    """Runs the remaining iterations and the last validation, recorded by Prefect if its server works."""
+    # a heartbeat of the iteration's own flow would add a second to each; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with (
         driving(
@@ -94,6 +95,7 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
                 metrics = _iteration(config, k)
             track(k, metrics)
             scores |= Run(driver.store).deciding_scores(k)
+        # iterations validate before they train, so the last weights are still to be validated
         if config.validation.data is not None:
             with shown(config.run.name):
                 validated = start(driver, VALIDATE, driver.state.iteration, {})
@@ -107,28 +109,27 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
 
 
 def _iteration(config: RunConfig, k: int) -> dict[str, float]:
-    """Run or resume iteration `k`, recorded by Prefect if its server works."""
     return recorded(lambda: iteration(config, k), lambda: iteration.fn(config, k))
 
 
 def _samples(url: str, iteration: int) -> pd.DataFrame:
-    """The first trajectories of an iteration."""
     columns = ["trajectory_id", "prompt", "response", "score"]
     return open_run(url).trajectories([iteration], columns).head(SAMPLES)
 
 
 @contextmanager
 def _shared_client() -> Iterator[None]:
-    """Let the iterations inside use one client of Prefect, if Prefect runs them.
+    """Lets the iterations inside share one Prefect client, if Prefect runs them.
 
-    Each would make its own to create its flow run, which loads all root certificates (20 ms) and asks the server for a
-    token. Prefect uses a client only in the event loop in which it was opened, which is that of `run_coro_as_sync`.
+    Each would otherwise open its own for its flow run, which loads all root certificates (20 ms) and asks the server
+    for a token.
     """
     if FlowRunContext.get() is None:
         yield
         return
     try:
         context = AsyncClientContext()
+        # in this event loop, since Prefect uses a client only in the loop in which it was opened
         run_coro_as_sync(context.client.__aenter__())
     except Exception:  # an iteration then makes its own client, and says so if Prefect does not record
         yield
@@ -137,5 +138,5 @@ def _shared_client() -> Iterator[None]:
         with context:
             yield
     finally:
-        with suppress(Exception):  # what the iterations raised counts
+        with suppress(Exception):  # an error of the client must not replace one of the iterations
             run_coro_as_sync(context.client.__aexit__())

@@ -33,10 +33,10 @@ def train_reward_model(config: RewardTraining, take_over: bool = False) -> dict[
     pairs = len(examples) // 2
 
     def rows(step: int) -> list[int]:
-        """The rows of a step; each epoch has a new order."""
         epoch, batch = divmod(step, steps_per_epoch)
         order = seeding.generator(config.run.seed, "preferences", epoch).permutation(pairs)
         chosen = order[batch * config.batch_pairs : (batch + 1) * config.batch_pairs]
+        # the two responses of a pair are neighbours
         return [int(row) for pair in chosen for row in (2 * pair, 2 * pair + 1)]
 
     steps_per_epoch = -(-pairs // config.batch_pairs)
@@ -65,7 +65,7 @@ def _pairs(config: RewardTraining, url: str, padding: int | None) -> TrajectoryB
 
 
 def accuracy_of(config: RewardTraining) -> dict[str, float]:
-    """How well the model that a training starts from ranks its held-out pairs; see `accuracy`."""
+    """Returns how well the model that a training starts from ranks its held-out pairs; see `accuracy`."""
     assert config.validation is not None, "there are held-out pairs"
     check_embeddings(config.model, config.model)
     model = load_scorer(config.model, config.run.seed)
@@ -75,7 +75,7 @@ def accuracy_of(config: RewardTraining) -> dict[str, float]:
 
 
 def accuracy(engine: ModelEngine, pairs: TrajectoryBatch, micro_batch_tokens: int) -> dict[str, float]:
-    """How often, and by how much on average, the preferred response of a pair scores higher."""
+    """Returns how often, and by how much on average, the preferred response of a pair scores higher."""
     outputs = engine.infer(pairs, ("scores",), temperature=1.0, micro_batch_tokens=micro_batch_tokens)["scores"]
     scores = np.asarray(outputs.flatten().to_numpy(zero_copy_only=False)).reshape(-1, 2)
     margin = scores[:, 0] - scores[:, 1]

@@ -1,12 +1,12 @@
-"""Generations of the open iteration and, if `rollout.mode` allows it, of later ones.
+"""Starts the generations of the open iteration and, if `rollout.mode` allows it, of later ones.
 
-While iteration k trains, iteration k + 1 generates with the weights with which k began (`one_step_off`), or up to
-`rollout.max_staleness` later iterations generate, each shard with the newest weights that the rollout has (`async`).
-This is the trade of arXiv 2410.18252. The rollout receives new weights when an iteration begins: once the trajectories
-that it is writing are complete, or within them (`rollout.partial`, arXiv 2505.24298).
+While iteration k trains, iteration k + 1 generates with the weights that k started with (`one_step_off`), or up to
+`rollout.max_staleness` later iterations generate, each shard with the newest weights of the rollout (`async`); see
+arXiv 2410.18252. New weights arrive when an iteration opens: after the trajectories in flight are complete, or in the
+middle of them (`rollout.partial`, arXiv 2505.24298).
 
-A generation of iteration j with weights of version v lacks j - v updates. It does not start before iteration
-j - `max_staleness` opens, and the rollout then has at least that version.
+Generations of iteration j with weights of version v are j - v updates behind. They start once iteration
+j - `max_staleness` is open; by then the rollout has at least that version.
 """
 
 from __future__ import annotations
@@ -23,15 +23,9 @@ from ratchet.tasks.stages.generate import GENERATE
 
 
 def generations(driver: Driver, k: int) -> StageHandle | None:
-    """Start generating for iteration `k`, and for later iterations if the mode allows it.
+    """Starts generating for iteration `k`, and for later iterations if the mode allows it; returns the handle of `k`.
 
-    Args:
-        driver: Driver of the run.
-        k: The open iteration.
-
-    Returns:
-        The handle of iteration `k`'s generations; None if a driver gave the iteration up before it had generated. No
-        later iteration starts then.
+    Returns None, and starts no later iteration, if an earlier driver gave `k` up before it had generated.
     """
     rollout, config, store = driver.rollout, driver.config, driver.store
     if is_given_up(driver, k) and store.committed_stage(k, "generate") is None:
@@ -48,18 +42,20 @@ def generations(driver: Driver, k: int) -> StageHandle | None:
     )
     before: StageHandle | None = None
     for j in iterations:
+        # generations that failed ahead of their iteration start again
         if j not in rollout.started or rollout.started[j].failed:
             after = None if before is None else before.all_begun if overlap else before.manifest
             lane = f" {j % (config.rollout.ahead + 1)}" if overlap else ""
             rollout.started[j] = start(driver, GENERATE, j, {}, after=after, ahead=j > k, lane=lane)
         before = rollout.started[j]
+    # from here on, `finish` waits for it and raises its errors
     handle = rollout.started.pop(k)
     driver.executors.adopt(handle)
     return handle
 
 
 def finish_ahead(driver: Driver, k: int) -> None:
-    """With `one_step_off`, wait for the generations of the next iteration before new weights arrive."""
+    """Waits, with `one_step_off`, for the generations of the next iteration before new weights arrive."""
     following = driver.rollout.started.get(k + 1)
     if driver.config.rollout.mode == "one_step_off" and following is not None:
         driver.executors.adopt(following)
@@ -71,9 +67,10 @@ def finish_ahead(driver: Driver, k: int) -> None:
 
 @recorded_task("update_rollout_weights")
 def update_rollout_weights(driver: Driver, iteration: int) -> None:
-    """Give the rollout the newest weights: those with which the open iteration begins."""
+    """Gives the rollout the newest weights, with which the open iteration starts."""
     newest = driver.state.starting["actor"]
     group = driver.groups.of("rollout")
+    # no shard is assigned weights, and none generates, while they change
     with driver.rollout.weights_lock.writing():
         if not group.call(Worker.has_weights, "rollout", newest):
             group.call(Worker.pause)

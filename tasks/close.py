@@ -1,6 +1,6 @@
-"""close: writes the snapshot that is due, the iteration's metrics and the index, and commits them in one record.
+"""close: commits the end of an iteration in one record, with the snapshot that is due, its metrics and the index.
 
-A snapshot in the background has its own record, which follows.
+A snapshot that is written in the background has its own record, which follows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ratchet.tasks.stages.validate import validation_columns
 
 @recorded_task("close")
 def finalize(driver: Driver, iteration: int) -> dict[str, float]:
-    """Commit the end of an iteration; returns its metrics."""
+    """Commits the end of an iteration; returns its metrics."""
     store, config = driver.store, driver.config
     metrics = iteration_metrics(driver, iteration)
-    if driver.state.iteration > iteration:  # the record of an earlier try was written after all
+    if driver.state.iteration > iteration:  # the record of an earlier attempt was written after all
         return metrics
     version = iteration + 1
     commits: list[Commit] = []
     last = version == config.iterations
-    is_begun = driver.snapshots.being_written == version  # by an earlier try
+    is_begun = driver.snapshots.being_written == version  # by an earlier attempt
     if not is_begun:
         driver.snapshots.settle(wait=False)
     if config.train.updates and (last or is_begun or driver.snapshots.is_due(version)):
@@ -52,8 +52,10 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
 
 
 def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
-    """The metrics of an iteration's stages, and the seconds that each stage computed. Times and speeds are those of
-    this run: they leave out the stages that another run computed, and which this one shares."""
+    """Collects the metrics of an iteration's stages, and the seconds that each stage computed.
+
+    Times and speeds are those of this run: they leave out stages that are shared with another run.
+    """
     metrics: dict[str, float] = {}
     manifests = in_order(driver.store.manifests(iteration))
     commits = driver.store.iteration_state(iteration).stages
@@ -69,6 +71,7 @@ def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
     metrics |= {"timing_s/step": elapsed, "perf/time_per_step": elapsed}
     if "perf/response_tokens" in metrics:
         tokens = metrics["perf/total_num_tokens"] = metrics["perf/prompt_tokens"] + metrics["perf/response_tokens"]
+        # a speed needs the time of every stage
         if len(own) == len(manifests):
             metrics["perf/throughput"] = tokens / max(elapsed, 1e-9) / driver.config.devices
             metrics["perf/response_tokens_per_s"] = metrics["perf/response_tokens"] / max(computing, 1e-9)
@@ -76,7 +79,7 @@ def iteration_metrics(driver: Driver, iteration: int) -> dict[str, float]:
 
 
 def _elapsed(manifests: Iterable[Manifest]) -> float:
-    """Seconds from the start of the first stage to the end of the last. Pauses between drivers do not count."""
+    """Returns the seconds from the start of the first stage to the end of the last, without pauses between drivers."""
     spans: dict[int, list[float]] = {}
     for manifest in manifests:  # an attempt begins and ends with one driver
         spans.setdefault(manifest.term, []).extend((manifest.began, manifest.ended))

@@ -1,7 +1,7 @@
 """Computes the solve rates of prompts, which decide how often `data.curriculum` draws them.
 
-The rates that iteration k draws by come from the scores of iterations up to k - `lag`. These are closed before k
-generates, in every mode and after every crash, so the draws are a function of the config and of what is committed.
+Iteration k draws by the scores of iterations up to k - `lag`. These are closed before k generates, in every mode and
+after every crash, so the draws are a function of the config and of committed data.
 """
 
 from __future__ import annotations
@@ -19,15 +19,9 @@ READERS = 8
 
 
 def solve_rates(driver: Driver, iteration: int, curriculum: CurriculumConfig) -> dict[int, float]:
-    """The share of a prompt's trajectories that solved it, when it was drawn last.
+    """Returns the share of each prompt's trajectories that solved it when it was last drawn, by row of the dataset.
 
-    Args:
-        driver: Driver of the run. It keeps what was read.
-        iteration: The iteration that draws.
-        curriculum: The config.
-
-    Returns:
-        The rates by row of the dataset, for the prompts that iterations within the window drew.
+    Only prompts that iterations within the window drew have a rate.
     """
     end = iteration - curriculum.lag + 1
     iterations = range(max(0, end - curriculum.window), max(0, end))
@@ -37,13 +31,14 @@ def solve_rates(driver: Driver, iteration: int, curriculum: CurriculumConfig) ->
         with ThreadPoolExecutor(READERS) as threads:
             kept.update(zip(unread, threads.map(partial(_rates, driver, curriculum), unread), strict=True))
     rates: dict[int, float] = {}
+    # a later iteration overwrites the rate of a prompt that was drawn again
     for number in iterations:
         rates |= kept[number]
     return rates
 
 
 def _rates(driver: Driver, curriculum: CurriculumConfig, iteration: int) -> dict[int, float]:
-    """The rates of one closed iteration; none if it was given up, or if the dataset has changed since."""
+    """Returns the rates of one closed iteration; none if it was given up, or if the dataset has changed since."""
     store = driver.store
     manifests = store.manifests(iteration)
     generated, scored = manifests.get("generate"), manifests.get("score")

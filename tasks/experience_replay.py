@@ -1,7 +1,7 @@
-"""Experience replay: which earlier trajectories, or answers of experts, an iteration learns from (`data.replay`).
+"""Draws earlier trajectories, or answers of experts, for experience replay (`data.replay`).
 
-What is drawn depends on the seed and on what the runs have committed. The rows that `generate` commits hold it, so
-nothing is drawn twice.
+The draw depends on the seed and on what the runs have committed. The rows of `generate` hold its result, so nothing is
+drawn twice.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from ratchet.rlhf.errors import UserError
 
 COLUMNS = ("trajectory_id", "prompt_id", "dataset_row", "response_mask", "rollout_error")
 NOISE = 0x7E91A7
-"""Keeps this draw apart from others of the same seed."""
+"""Separates this draw from others of the same seed."""
 
 
 def replayed_prompts(share: float, prompts: int) -> int:
-    """Number of an iteration's prompts that are drawn with their answers: the last ones."""
+    """Returns the number of an iteration's prompts, its last ones, that are drawn with their answers."""
     return min(prompts, round(share * prompts))
 
 
 def check_experience(driver: Driver) -> None:
-    """Check that the other runs of `data.replay` exist and drew from the same prompts, and that its files have answers.
+    """Checks that the runs of `data.replay` exist and drew from the same prompts, and that its files have answers.
 
-    Raises:
-        UserError: if one does not.
+    Raises `UserError` if one of them does not.
     """
     replay = driver.config.data.replay
     if replay is not None and replay.files is not None:
@@ -53,24 +52,19 @@ def check_experience(driver: Driver) -> None:
 def draw_experience(
     driver: Driver, iteration: int, numbers: range, replay: ReplayConfig, *, seed: int, prompts: int, n: int, limit: int
 ) -> Mapping[int, Experience | ExpertExperience]:
-    """Draw prompts with the answers that they got before, or with those of experts.
+    """Draws prompts with the answers that they got before, or with answers of experts.
 
     Args:
-        driver: Driver of the run. It keeps what was read.
-        iteration: Iteration that draws.
-        numbers: Numbers in the iteration of a shard's prompts.
-        replay: The config.
-        seed: Seed of the run.
+        numbers: Numbers of a shard's prompts in the iteration.
         prompts: Number of prompts of the iteration.
         n: Number of answers per prompt.
         limit: Largest number of tokens of an answer.
 
     Returns:
-        What replaces prompts of the shard, by their number. Where there is too little to draw from, others stay as
-        they are.
+        The replaced prompts of the shard, by number. Fewer than `replay.share` if there is too little to draw from.
 
     Raises:
-        UserError: if a run does not exist, or drew from other prompts.
+        UserError: A run does not exist, or drew from other prompts.
     """
     count = replayed_prompts(replay.share, prompts)
     if numbers.stop <= prompts - count:
@@ -80,6 +74,7 @@ def draw_experience(
             driver, iteration, numbers, replay.files, replay.answers, seed, range(prompts - count, prompts)
         )
     known = [experience for url in replay.sources for experience in _of_run(driver, url, iteration, replay, n, limit)]
+    # drawn for the whole iteration, so that its shards draw different prompts
     order = np.random.default_rng([seed, iteration, NOISE]).permutation(len(known))
     drawn = zip(range(prompts - count, prompts), (known[place] for place in order), strict=False)
     return {number: experience for number, experience in drawn if number in numbers}
@@ -88,16 +83,12 @@ def draw_experience(
 def _of_experts(
     driver: Driver, iteration: int, numbers: range, paths: tuple[str, ...], answers: int, seed: int, replayed: range
 ) -> dict[int, ExpertExperience]:
-    """Draw prompts with answers of experts, in epochs over the prompts that have any.
+    """Draws prompts with answers of experts, in epochs over the prompts that have any.
 
     Args:
-        driver: Driver of the run.
-        iteration: Iteration that draws.
-        numbers: Numbers in the iteration of a shard's prompts.
-        paths: The files.
-        answers: Number of answers per prompt; fewer, if the files do not have as many.
-        seed: Seed of the run.
-        replayed: Numbers of the iteration's prompts that are drawn so.
+        numbers: Numbers of a shard's prompts in the iteration.
+        answers: Number of answers per prompt; fewer if the files do not have as many.
+        replayed: Numbers of the iteration's prompts that are drawn this way.
     """
     by_row = _expert_answers(driver, paths).by_row
     rows = list(by_row)
@@ -112,7 +103,7 @@ def _of_experts(
 
 
 def _expert_answers(driver: Driver, paths: tuple[str, ...]) -> Matched:
-    """The answers of experts to the run's prompts, which are found once."""
+    """Returns the answers of experts to the run's prompts; matches them once."""
     if driver.expert_answers is None:
         config, resources = driver.config, driver.groups.local.worker.resources
         experts = resources.experts(paths)
@@ -144,14 +135,14 @@ def _expert_answers(driver: Driver, paths: tuple[str, ...]) -> Matched:
 
 
 def _store_of(driver: Driver, url: str) -> RunStore:
-    """Another run, as it was when the driver read it first."""
+    """Returns another run's store, in the state in which the driver read it first."""
     if url not in driver.experience_runs:
         driver.experience_runs[url] = open_run(url).store
     return driver.experience_runs[url]
 
 
 def _of_run(driver: Driver, url: str, iteration: int, replay: ReplayConfig, n: int, limit: int) -> list[Experience]:
-    """The prompts of a run that can be drawn with their answers, in order."""
+    """Returns the prompts of a run that can be drawn with their answers, in order."""
     if url == OWN:
         store, end = driver.store, iteration
     else:
@@ -189,6 +180,7 @@ def _of_iteration(driver: Driver, store: RunStore, url: str, iteration: int, n: 
         groups += [
             Experience(row, prompt_id, shard, f"{name} {iteration}")
             for (prompt_id, row), count in answers.items()
+            # fewer answers would not fill a group
             if count >= n and dataset.has_row(row)
         ]
     return groups

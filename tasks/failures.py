@@ -1,4 +1,4 @@
-"""Notes for the user about a committed stage: failures that did not stop the run, and budgets that are too small."""
+"""Notes for the user on a committed stage: failures that did not stop the run, and budgets that are too small."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ class Failure:
     """A kind of failure of trajectories."""
 
     metric: str
-    """Counts the trajectories."""
     column: str
-    """The error, with its place."""
     what: str | None
-    """What failed; None: the environment or the agent, by the config."""
+    """The part that failed; None: the environment or the agent, by the config."""
 
 
 REWARD = "the reward"
@@ -44,20 +42,11 @@ FAILURES: dict[str, tuple[Failure, ...]] = {
 """By the stage that commits them."""
 METRICS = frozenset(failure.metric for failures in FAILURES.values() for failure in failures)
 MANY_CUT = 0.1
-"""A note reports first turns that used the whole budget if this share of an iteration's conversations has one."""
+"""Share of an iteration's conversations whose first turn used the whole budget at which a note reports it."""
 
 
 def told(store: RunStore, config: RunConfig, manifest: Manifest) -> Iterator[str]:
-    """What a committed stage has to tell.
-
-    Args:
-        store: The run.
-        config: Its config.
-        manifest: The stage's manifest.
-
-    Yields:
-        A line for each kind of failure, with the first one and its place, and for a budget that is too small.
-    """
+    """Yields a line for each kind of failure of a committed stage, with the first one, and for a budget too small."""
     place = f"{'the validation before ' if manifest.stage == VALIDATE.name else ''}iteration {manifest.iteration}"
     for failure in FAILURES.get(manifest.stage, ()):
         if count := int(manifest.metrics.get(failure.metric, 0)):
@@ -73,7 +62,7 @@ def told(store: RunStore, config: RunConfig, manifest: Manifest) -> Iterator[str
 
 
 def _first(store: RunStore, manifest: Manifest, column: str) -> str:
-    """The first error in a column, with its trajectory."""
+    """Returns the first error in a column, with its trajectory."""
     for shard in manifest.shards:
         for row in store.read_shard(shard, ["trajectory_id", column]).to_pylist():
             if (error := row[column]) is not None:

@@ -1,4 +1,4 @@
-"""fit: optimizer steps on examples in committed rounds. Each round continues from the last committed one."""
+"""fit: takes optimizer steps on examples in committed rounds, each continuing from the last committed one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ratchet.tasks.recording import recorded_task
 
 @dataclass(frozen=True)
 class Fit:
-    """A model and the examples to fit it to."""
+    """A model, and the examples that it is fitted to."""
 
     config: SFTConfig | RewardTraining
     engine: ModelEngine
@@ -35,13 +35,13 @@ class Fit:
     examples: TrajectoryBatch
     steps: int
     rows: Callable[[int], list[int]]
-    """Rows of `examples` that a step learns from, by step."""
+    """Returns the rows of `examples` for a step."""
     evaluate: Callable[[], dict[str, float]] = dict
-    """Metrics of the model after each round."""
+    """Returns metrics of the model after each round."""
 
 
 def fit(fitting: Fitting, job: Fit) -> dict[str, float]:
-    """Run the remaining rounds and write the model's folder; returns the metrics of the last round."""
+    """Runs the remaining rounds and writes the model's folder; returns the metrics of the last round."""
 
     @recorded_task("fit", "round {number}")
     def one_round(number: int) -> dict[str, float]:
@@ -51,13 +51,14 @@ def fit(fitting: Fitting, job: Fit) -> dict[str, float]:
     metrics: dict[str, float] = {}
     while job.engine.steps < job.steps:
         metrics = one_round(fitting.round)
+    # all rounds were committed before: only the folder may be missing
     metrics = metrics or _last_metrics(fitting)
     _write(job, metrics)
     return metrics
 
 
 def _round(fitting: Fitting, job: Fit) -> dict[str, float]:
-    """Run and commit `checkpoint_steps` optimizer steps; returns the means of their metrics."""
+    """Runs and commits `checkpoint_steps` optimizer steps; returns the means of their metrics."""
     config, engine = job.config, job.engine
     schedule = LRScheduleConfig(
         type="cosine",
@@ -93,8 +94,9 @@ def _round(fitting: Fitting, job: Fit) -> dict[str, float]:
 
 
 def _write(job: Fit, metrics: Mapping[str, float]) -> None:
-    """Write the model's folder, with a model card. Each file is written whole and replaces an older one atomically."""
+    """Writes the model's folder, with a model card; each complete file replaces an older one atomically."""
     output = Path(job.config.output)
+    # in the same folder, since a rename is atomic only within a file system
     with tempfile.TemporaryDirectory(dir=output, prefix=".") as name:
         folder = Path(name)
         save(float32_model(job.engine), folder)

@@ -1,4 +1,4 @@
-"""Fingerprints of stages, and checks that committed stages are still valid under the current config, data and code."""
+"""Fingerprints stages, and checks that committed stages are valid under the current config, data and code."""
 
 from __future__ import annotations
 
@@ -19,16 +19,8 @@ from ratchet.tasks.stages.generate import GenerateSummary
 
 
 def weights_for(driver: Driver, stage: Stage, iteration: int, shard: int = 0) -> Weights | None:
-    """The weights with which a shard is computed.
-
-    Args:
-        driver: Driver of the run.
-        stage: Stage of the shard.
-        iteration: Iteration of the shard.
-        shard: Index of the shard; 0 for an update.
-
-    Returns:
-        The weights, for an update those before it; None if the stage has no versioned model.
+    """Returns the weights that a shard is computed with, for an update those before it; None without a versioned
+    model.
     """
     if stage.weights_role is None:
         return None
@@ -39,19 +31,10 @@ def weights_for(driver: Driver, stage: Stage, iteration: int, shard: int = 0) ->
 
 
 def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping[str, StageHandle]) -> Fingerprint:
-    """Everything that a stage depends on except its config.
-
-    Args:
-        driver: Driver of the run.
-        stage: The stage.
-        iteration: Its iteration.
-        inputs: Handles of its inputs, which must be committed.
-
-    Returns:
-        The fingerprint.
-    """
+    """Returns everything that a stage depends on except its config. Its inputs must be committed."""
     parts: dict[str, Any] = {"stage": stage.name, "version": stage.version, "iteration": iteration}
     if isinstance(stage, UpdateStage) and driver.config.run.deterministic:
+        # read by `restore.explained`: only then must a replay on a GPU give the same bits
         parts["deterministic"] = True
     parts |= {f"input.{name}": handle.manifest().digest for name, handle in inputs.items()}
     if stage.weights_role is not None:
@@ -61,7 +44,7 @@ def fingerprint_of(driver: Driver, stage: Stage, iteration: int, inputs: Mapping
 
 
 def _digests_of_weights(driver: Driver, stage: Stage, iteration: int) -> str | list[str] | None:
-    """The digest of the weights of a stage; a list if its shards have different ones."""
+    """Returns the digest of the weights of a stage; a list if its shards have different ones."""
     assigned = driver.store.iteration_state(iteration).assigned if stage.name == "generate" else {}
     if not assigned:
         weights = weights_for(driver, stage, iteration)
@@ -71,20 +54,20 @@ def _digests_of_weights(driver: Driver, stage: Stage, iteration: int) -> str | l
 
 
 def changes_since(driver: Driver, stage: Stage, manifest: Manifest) -> list[str]:
-    """Changes of code, data and config since a stage was committed, one description each."""
+    """Describes the changes of code, data and config since a stage was committed."""
     then = manifest.fingerprint.parts
     changes: list[str] = stage.config.differences(manifest.config, driver.config)
     return changes + _outside_changes(driver, stage, then, changes) + _of_version(then["version"], stage)
 
 
 def input_changes(manifest: Manifest, config: RunConfig) -> list[str]:
-    """Differences between the inputs of a committed stage and those that it would read under `config`."""
+    """Describes the differences between the inputs of a committed stage and its inputs under `config`."""
     then = {name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")}
     return _of_inputs(then, set(stage_named(manifest.stage).input_names(names_of(config))))
 
 
 NAMED_BY: Mapping[Outside, str] = {"reward": "reward.function", "environment": "rollout.environment.name"}
-"""Keys that name an input's code: under another name there is other code, which needs no further word."""
+"""Keys that name an input's code: another name implies other code, so the change of code is not reported too."""
 
 
 def _outside_changes(driver: Driver, stage: Stage, then: Mapping[str, Any], of_config: Sequence[str]) -> list[str]:
@@ -94,7 +77,7 @@ def _outside_changes(driver: Driver, stage: Stage, then: Mapping[str, Any], of_c
 
 
 def _in_words(source: Outside, config: RunConfig) -> str:
-    """An outside input of stages, as a user knows it: by the key and the files that it comes from."""
+    """Names an outside input of stages to the user, by the key and the files that it comes from."""
     reward, environment = config.reward, config.rollout.environment
     match source:
         case "dataset":
@@ -129,14 +112,13 @@ def _of_inputs(then: set[str], now: set[str]) -> list[str]:
 
 
 def check_open_iteration(driver: Driver) -> None:
-    """Check, before a claim, that the open iteration and those ahead of it are valid under the driver's config.
+    """Checks, before a claim, that the open iteration and those ahead of it are valid under the driver's config.
 
-    Raises:
-        UserError: if config, data or code have changed in a way that invalidates a committed stage or shard, if the
-            runs of `data.replay` do not fit, or if the run has more iterations than the config asks for: the config
-            would be recorded as that of a run that it trained nothing of.
+    Raises `UserError` if a change of config, data or code invalidates a committed stage or shard, if the runs of
+    `data.replay` do not fit, or if the run has more iterations than the config asks for.
     """
     done, config = driver.state.iteration, driver.config
+    # the claim would record this config for a run that it trained nothing of
     if done > config.iterations:
         has = reached(done, config.iterations)
         raise UserError(f"run {config.run.name} has {has}: set train.iterations={done + 1} or more to continue it")
@@ -162,7 +144,7 @@ def check_open_iteration(driver: Driver) -> None:
 
 
 def changes_since_term(driver: Driver, stage: Stage, term: int) -> list[str]:
-    """Changes since the claim of a driver that worked on a stage. Its inputs and weights cannot have changed."""
+    """Describes the changes since the claim of a driver that worked on a stage, whose inputs and weights are fixed."""
     claim = driver.store.log.claim_of(term)
     config = stored_config(claim.config, "the claim")
     changes: list[str] = stage.config.differences(stage.config.values(config), driver.config)
@@ -172,7 +154,7 @@ def changes_since_term(driver: Driver, stage: Stage, term: int) -> list[str]:
 
 
 def _check_staleness(driver: Driver, iteration: int, place: RunState | Ahead) -> None:
-    """Refuse to train on generations that are older than the config allows."""
+    """Refuses to train on generations that are more updates behind than the config allows."""
     if "update_actor" in place.stages:
         return
     allowed = driver.config.rollout.ahead
@@ -189,17 +171,13 @@ def _check_staleness(driver: Driver, iteration: int, place: RunState | Ahead) ->
 
 
 def check_unchanged(driver: Driver, stage: Stage, manifest: Manifest) -> None:
-    """Check that a committed stage is valid under the driver's config.
-
-    Raises:
-        UserError: if config, data or code have changed.
-    """
+    """Raises `UserError` if config, data or code have changed since a stage was committed."""
     if changes := changes_since(driver, stage, manifest):
         raise changed(driver, stage.name, manifest.iteration, changes)
 
 
 def changed(driver: Driver, stage: str, iteration: int, changes: list[str]) -> UserError:
-    """The error for a committed stage that is not valid under the current config, data or code."""
+    """Returns the error for a committed stage that is not valid any more."""
     opened = driver.state.iteration  # a fork drops the iterations ahead of the open one
     at = f"{iteration}:{stage}" if iteration <= opened else f"{opened}:update_actor"
     run = driver.store.url.rpartition("/")[2]  # for a fork, the name of its parent

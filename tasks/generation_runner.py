@@ -1,4 +1,4 @@
-"""Generates the shards of a stage on the replicas of the rollout, which all stages that generate share."""
+"""Generates the shards of a stage on the replicas of the rollout, which all generating stages share."""
 
 from __future__ import annotations
 
@@ -20,19 +20,12 @@ from ratchet.tasks.worker_calls import on_worker
 
 
 class GenerationRunner(Generic[C, S]):
-    """The shards that a stage generates; a context manager."""
+    """A context manager that generates the shards of a stage."""
 
     def __init__(self, driver: Driver, iteration: int, stage: str) -> None:
-        """
-        Args:
-            driver: Driver of the run.
-            iteration: Iteration of the stage.
-            stage: Name of the stage.
-        """
         self.driver, self.iteration, self.stage = driver, iteration, stage
         self.replicas = _replicas(driver)
         self.requests: dict[ShardKey, RowsCall[C, S]] = {}
-        """The open shards."""
         self._reports: Reports = SimpleQueue()
         self._journaled = time.monotonic()
 
@@ -48,23 +41,21 @@ class GenerationRunner(Generic[C, S]):
 
     @property
     def has_room(self) -> bool:
-        """Whether to open another shard, so that no replica waits for trajectories."""
         return self.replicas.feed.has_room
 
     @property
     def in_flight(self) -> int:
-        """Number of trajectories that the replicas generate, for whichever stage."""
+        """Number of trajectories that the replicas generate, of all stages."""
         return self.replicas.feed.in_flight
 
     def open(self, request: RowsCall[C, S]) -> None:
-        """Open a shard."""
         assert request.call.weights is not None, "the rollout has weights"
         self.requests[request.key] = request
         begin = partial(_begin, request)
         self.replicas.open(request.key, request.call.weights, begin, self._reports)
 
     def next_complete(self) -> Iterator[tuple[int, ComputedShard[S]]]:
-        """Wait until a replica reports; yields the shards that are complete, written and not committed."""
+        """Waits until a replica reports; yields the shards that are complete and written, but not committed."""
         complete = self._reports.get()
         if isinstance(complete, BaseException):
             raise complete
@@ -73,7 +64,7 @@ class GenerationRunner(Generic[C, S]):
         yield complete.key[2], self._written(complete)
 
     def _written(self, complete: Complete) -> ComputedShard[S]:
-        """Let the replica that has most of a shard's trajectories write it."""
+        """Lets the replica that has most of a shard's trajectories write it."""
         key, names = complete.key, complete.names
         writer = max(names, key=lambda replica: len(names[replica]))
         others = [
@@ -82,13 +73,14 @@ class GenerationRunner(Generic[C, S]):
             if number != writer
         ]
         rows = self.replicas[writer].call(Worker.finish, self.requests.pop(key), others)
+        # submitted to all before waiting for any, so that the replicas work at the same time
         dropping = [self.replicas[number].submit(Worker.drop, (key,)) for number in names.keys() - {writer}]
         for dropped in dropping:
             dropped.result()
         return rows
 
     def journal(self) -> None:
-        """Commit what the open shards have so far, if it is time to."""
+        """Commits the tokens of the open shards so far, if `rollout.journal_s` has passed."""
         seconds = self.driver.config.rollout.journal_s
         if seconds is not None and time.monotonic() - self._journaled >= seconds:
             self._journal()
@@ -115,7 +107,7 @@ def _begin(request: RowsCall[C, S], replica: Replica) -> tuple[tuple[str, ...], 
 
 
 def _replicas(driver: Driver) -> Replicas:
-    """The replicas of the rollout. They start when they are first needed, and again after an error."""
+    """Returns the replicas of the rollout. They start when first needed, and again after an error."""
     with driver.rollout.starting:
         replicas = driver.rollout.replicas
         if replicas is None or replicas.feed.error is not None:
@@ -128,5 +120,6 @@ def _replicas(driver: Driver) -> Replicas:
 
 def _generate(driver: Driver, replica: Replica, weights: Weights, prompts: Sequence[Prompt]) -> Sequence[Generated]:
     with driver.rollout.weights_lock.reading():
+        # read under the lock: `loaded` changes with the weights
         weights = driver.rollout.loaded or weights
         return on_worker(driver, {"rollout": weights}, partial(replica.generate, weights, prompts, WAIT_S))

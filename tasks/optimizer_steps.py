@@ -1,4 +1,4 @@
-"""Takes the optimizer steps of an update: a pure function of seed, stage, iteration and config."""
+"""Plans and takes the optimizer steps of an update: a pure function of seed, stage, iteration and config."""
 
 from __future__ import annotations
 
@@ -17,36 +17,32 @@ from ratchet.rlhf.train.performance import utilization
 from ratchet.tasks.branches import trajectory_index
 
 STEPS = 4
-"""Optimizer steps of a pass over an iteration, by default."""
+"""Default number of optimizer steps of a pass over an iteration."""
 
 
 def optimizer_steps(
     context: Context[C], trainer: UpdateConfig, seed: int, *, temperature: float, skipped: int = 0
 ) -> OptimizerPlan:
-    """Split the trajectories into shuffled mini-batches.
+    """Splits the trajectories into shuffled mini-batches.
 
-    Each epoch covers all trajectories with a token in the losses, in a new order. If their number is not a multiple of
-    `mini_batch_trajectories`, because some were left out, the remainder is spread over the mini-batches, so that their
-    sizes differ by at most one trajectory: a small last mini-batch would move the weights as far as a full one. By
-    default a mini-batch has a quarter of all trajectories, those that are left out included, for the same reason.
+    Each epoch covers all trajectories with a token in the losses, in a new order. Without any, the plan has no steps.
 
     Args:
         context: Context of the update, with the column `loss_mask`.
         trainer: The section `actor` or `critic`.
-        seed: The run's seed.
         temperature: Temperature of the log-probs.
-        skipped: Iterations at the beginning of the run in which this role did not learn; its learning-rate schedule
-            does not count them.
-
-    Returns:
-        The plan; without optimizer steps if no token is in the losses.
+        skipped: Number of first iterations in which this role did not learn; its learning-rate schedule does not
+            count them.
     """
     rows = np.flatnonzero([sum(mask) > 0 for mask in context.batch.list("loss_mask")])
     trajectories = trajectory_index(context.batch)
+    # a quarter of all trajectories, masked ones included: with many of these there are fewer steps, not smaller ones
     size = trainer.mini_batch_trajectories or max(1, len(np.unique(trajectories)) / STEPS)
     _, index = np.unique(trajectories[rows], return_inverse=True)
     branches = np.split(rows[np.argsort(index, kind="stable")], np.cumsum(np.bincount(index))[:-1])
-    """The rows of each trajectory, which are learned from in one step."""
+    """The rows of each trajectory, which share an optimizer step."""
+    # the remainder is spread, so that sizes differ by at most one trajectory: a small last mini-batch would move
+    # the weights as far as a full one
     count = max(1, round(len(branches) / size)) if len(rows) else 0
     mini_batches: list[tuple[int, ...]] = []
     for epoch in range(trainer.ppo_epochs if count else 0):
@@ -67,19 +63,9 @@ def optimizer_steps(
 
 
 def updated(context: Context[C], batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
-    """Take the optimizer steps of a plan.
+    """Takes the optimizer steps of a plan; returns the engine's metrics, the learning rate, and the MFU if it is known.
 
-    Args:
-        context: Context of the update.
-        batch: The columns that the objective reads.
-        objective: The loss.
-        plan: The steps.
-
-    Returns:
-        The engine's metrics, the learning rate, and the model FLOPs utilization where the device's peak is known.
-
-    Raises:
-        NotFinite: The norm of a gradient is not finite.
+    Raises `NotFinite` if the norm of a gradient is not finite.
     """
     role, trainer = context.call.role, context.trainer
     started = time.perf_counter()

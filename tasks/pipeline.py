@@ -1,6 +1,6 @@
 """The stages of an iteration, in order.
 
-The flow, plan, fork, replay, explain, status, the checks of a resume, and the docs all get the stages from here.
+The flow, plan, fork, replay, explain, status, the checks of a resume, and the docs take the stages from here.
 """
 
 from __future__ import annotations
@@ -50,10 +50,8 @@ STAGES: tuple[Stage, ...] = (
 
 
 def stage_named(name: str) -> Stage:
-    """The stage with this name.
-
-    Raises:
-        UserError: this installation has no such stage; another one, which had it, computed the run.
+    """Returns the stage with this name. Raises `UserError` if another installation computed the run and had the
+    stage.
     """
     for stage in STAGES:
         if stage.name == name:
@@ -65,39 +63,34 @@ def stage_named(name: str) -> Stage:
 
 
 def stage_called(name: str) -> Stage | None:
-    """The stage with one of the three names that people meet: in the store, in a column of `ratchet status`, or in
+    """Returns the stage with one of the three names that users meet: in the store, in `ratchet status`, or in
     `timing_s/`."""
     names = ((stage, (stage.name, stage.label, timer(stage.name).removeprefix("timing_s/"))) for stage in STAGES)
     return next((stage for stage, known in names if name in known), None)
 
 
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:
-    """The stages of an iteration under this config, in order. `validate` runs only in some iterations."""
+    """Returns the stages of an iteration under this config, in order. `validate` runs only in some iterations."""
     return tuple(stage for stage in STAGES if stage.exists(config))
 
 
 def names_of(config: RunConfig) -> tuple[str, ...]:
-    """The names of the stages of an iteration under this config, in order."""
     return tuple(stage.name for stage in stages_of(config))
 
 
 def in_order(by_stage: Mapping[str, T]) -> dict[str, T]:
-    """Values by stage name, in the order of the pipeline; stages are committed in any order."""
+    """Sorts values by stage name into the order of the pipeline; stages are committed in any order."""
     names = [stage.name for stage in STAGES if stage.name in by_stage]
     return {name: by_stage[name] for name in dict.fromkeys((*names, *by_stage))}
 
 
 def update_of(role: str) -> AnyUpdateStage | None:
-    """The stage that updates a role's weights; None for a role that is not trained."""
+    """Returns the stage that updates a role's weights; None for a role that is not trained."""
     return next((stage for stage in STAGES if isinstance(stage, UpdateStage) and stage.role == role), None)
 
 
 def dependencies(config: RunConfig) -> Dependencies:
-    """What the stages of a config depend on in addition to config and inputs.
-
-    Returns:
-        The names and versions of all stages, and the outside inputs of the stages that the config has.
-    """
+    """Returns the versions of all stages, and the outside inputs of the stages that the config has."""
     return Dependencies(
         stages=tuple(stage.name for stage in STAGES),
         outside=frozenset(source for stage in stages_of(config) for source in stage.outside),

@@ -1,4 +1,4 @@
-"""Default settings for Prefect; environment variables of the user take precedence.
+"""Sets defaults for Prefect; environment variables of the user take precedence.
 
 They must be set before Prefect is imported, so `tasks` and `flows` import this module first.
 """
@@ -24,8 +24,8 @@ TEMPORARY_SERVER = {
     "PREFECT_SERVER_EVENTS_STREAM_OUT_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
 }
-"""Settings of the temporary server that Prefect starts without `PREFECT_API_URL`: it only records, and nobody looks at
-it while it runs. It inherits the environment, and other servers are not started from here."""
+"""Settings of the temporary server that Prefect starts without `PREFECT_API_URL`: it only records, and nobody watches
+it. It inherits the environment."""
 
 for name, value in (DEFAULTS if os.environ.get("PREFECT_API_URL") else DEFAULTS | TEMPORARY_SERVER).items():
     os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""Prefect only observes: a run computes and commits its stages even if the Prefect server does not record them."""
+"""Records flows and tasks in Prefect, which only observes: a run commits its stages even if its server fails."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PAUSE, LONGEST_PAUSE_S = 10, 300.0
 server costs at most a tenth of the time."""
 
 WAITS_S = (1, 5, 20)
-"""Seconds to wait before the second and each further try of a task."""
+"""Seconds to wait before the second and each further attempt of a task."""
 
 
 @dataclass
 class _Ending(Generic[R]):
-    """How a computation ended that Prefect ran, regardless of what Prefect reports."""
+    """The outcome of a computation that Prefect ran, regardless of what Prefect reports."""
 
     results: list[R] = field(default_factory=list)
     error: BaseException | None = None
@@ -49,12 +49,13 @@ class _Server:
 
 
 def noted(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate the body of a flow or a task, so that `recorded` learns how it ended."""
+    """Decorates the body of a flow or a task, so that `recorded` learns its outcome."""
 
     @wraps(function)
     def body(*args: P.args, **kwargs: P.kwargs) -> R:
+        # without `recorded`, nobody reads the ending
         ending, began = _ending.get() or _Ending[object](), time.monotonic()
-        token = _ending.set(None)  # the tasks that it calls have endings of their own
+        token = _ending.set(None)  # the tasks that it calls have outcomes of their own
         try:
             result = function(*args, **kwargs)
             ending.results.append(result)
@@ -72,11 +73,11 @@ def noted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
-    """Compute something once, recorded by Prefect if its server works.
+    """Computes something once, recorded by Prefect if its server works.
 
     Args:
         record: Runs `compute` through Prefect, as the body of a flow or task that is `noted`.
-        compute: The computation, called directly if Prefect fails before it gets to it.
+        compute: The computation, called directly if Prefect fails before calling it.
 
     Returns:
         The result of `compute`; its exceptions are raised.
@@ -89,6 +90,7 @@ def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
     try:
         result = record()
     except (Exception, Abort) as error:  # Abort: the server rejects a state, perhaps because it knows it already
+        # an error of the computation, not of Prefect
         if error is ending.error or isinstance(error, RatchetError):
             raise
         _report_failure(error, time.monotonic() - began - ending.seconds)
@@ -99,6 +101,7 @@ def recorded(record: Callable[[], R], compute: Callable[[], R]) -> R:
         return result
     finally:
         _ending.reset(token)
+    # Prefect failed after the body ended: its outcome counts
     if ending.error is not None:
         raise ending.error
     return ending.results[0] if ending.results else compute()  # type: ignore[return-value]
@@ -113,7 +116,7 @@ def _report_failure(error: BaseException, took_s: float) -> None:
 
 
 def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator for a Prefect task that retries temporary errors, and that runs without Prefect if Prefect fails.
+    """Decorates a Prefect task that retries temporary errors, and that runs without Prefect if Prefect fails.
 
     Args:
         name: Name of the task.
@@ -146,7 +149,8 @@ def recorded_task(name: str, run_name: str | None = None) -> Callable[[Callable[
 
 
 def _is_temporary(error: BaseException) -> bool:
-    """Whether an error may be temporary, such as a store that did not answer or a worker that died."""
+    """True if an error may be temporary, such as a store that did not answer or a worker that died."""
+    # a full store does not empty itself
     return isinstance(error, (StoreUnavailable, GroupLost, EngineLost)) and not isinstance(error, StoreFull)
 
 

@@ -1,7 +1,7 @@
-"""Restores the weights that a stage needs: load the newest snapshot, then replay the updates after it.
+"""Restores the weights that a stage needs: loads the newest snapshot, then replays the updates after it.
 
-Trajectories are the write-ahead log, checkpoints are the snapshots. A replayed update reads the same inputs as the
-first time, with the config from its manifest. Nothing is generated, scored or committed again.
+Trajectories are the write-ahead log, checkpoints are the snapshots. A replayed update reads its committed inputs, with
+the config from its manifest. Nothing is generated, scored or committed again.
 """
 
 from __future__ import annotations
@@ -30,34 +30,20 @@ class ReplayMismatch(Corrupt):
 
 
 def ensure_weights(driver: Driver, role: str, weights: Weights) -> None:
-    """Restore the weights of a role on its workers, unless they hold them already.
-
-    Args:
-        driver: Driver of the run.
-        role: `actor`, `critic`, `reference` or `rollout`.
-        weights: The weights to restore.
-
-    Raises:
-        ReplayMismatch: see `restore`.
-    """
+    """Restores the weights of a role on its workers, unless they hold them already. Raises like `restore`."""
     with driver.restoring:
         if not driver.groups.of(role).call(Worker.has_weights, role, weights):
             restore(driver, role, weights)
 
 
 def restore(driver: Driver, role: str, weights: Weights) -> None:
-    """Load a snapshot on the workers of a role, and replay the updates after it.
+    """Loads a snapshot on the workers of a role, and replays the updates after it.
 
-    Args:
-        driver: Driver of the run.
-        role: `actor`, `critic`, `reference` or `rollout`.
-        weights: The weights to restore.
-
-    Raises:
-        ReplayMismatch: if a replayed update fails, or produces different weights and
-            `checkpoint.on_replay_mismatch` does not allow that.
+    Raises `ReplayMismatch` if a replayed update fails, or produces different weights and
+    `checkpoint.on_replay_mismatch` does not allow that.
     """
     store, group = driver.store, driver.groups.of(role)
+    # a rollout that shares the actor's tensors is restored as the actor
     if role == "rollout" and not group.call(Worker.rollout_is_actor):
         return _restore_copy(driver, group, weights)
     role = weights_of(role)
@@ -81,7 +67,7 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
 
 
 def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
-    """Give the actor's weights to a rollout that has its own tensors."""
+    """Copies the actor's weights to a rollout that has its own tensors."""
     started = time.perf_counter()
     moved = group.call(Worker.copy_to_rollout, weights)
     nbytes = _from_elsewhere(driver, group, weights) if moved is None else moved
@@ -89,17 +75,18 @@ def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
 
 
 def _from_elsewhere(driver: Driver, group: WorkerGroup, weights: Weights) -> int:
-    """Give weights to a rollout whose own process has no actor that holds them; returns the bytes that were sent.
+    """Sends weights to a rollout whose process has no actor that holds them; returns the number of bytes sent.
 
     They come from the workers that train the actor, or from a snapshot if these workers have moved on.
     """
+    # again if the actor was updated meanwhile
     while (moved := _sent_or_loaded(driver, group, weights)) is None:
         pass
     return moved
 
 
 def _sent_or_loaded(driver: Driver, group: WorkerGroup, weights: Weights) -> int | None:
-    """See `_from_elsewhere`; None if the actor was updated meanwhile."""
+    """Sends or loads the weights like `_from_elsewhere`; returns None if the actor was updated meanwhile."""
     state, actor = driver.state, driver.groups.of("actor")
     rollout = driver.config.rollout
     if group is actor and rollout.engine.outlives_runs and rollout.mode == "sync":
@@ -118,6 +105,7 @@ def _sent_or_loaded(driver: Driver, group: WorkerGroup, weights: Weights) -> int
         return moved
     if not actor.call(Worker.has_weights, "actor", weights):
         return None
+    # no direct transfer: send the weights through the store
     if _load_snapshot(driver, group, weights):
         return 0
     actor.call(Worker.begin_save, "actor")
@@ -129,7 +117,7 @@ def _sent_or_loaded(driver: Driver, group: WorkerGroup, weights: Weights) -> int
 
 
 def _load_snapshot(driver: Driver, group: WorkerGroup, weights: Weights) -> bool:
-    """Let a rollout load weights from the snapshot of their version; False if there is none."""
+    """Loads the snapshot of these weights on a rollout; False if there is none."""
     driver.snapshots.settle(wait=True)  # it may be this one, and workers write one at a time
     roles = driver.state.snapshots.get(weights.version)
     if roles is not None:
@@ -138,7 +126,7 @@ def _load_snapshot(driver: Driver, group: WorkerGroup, weights: Weights) -> bool
 
 
 def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], current: Weights, target: Weights) -> Weights:
-    """Apply the update of iteration `current.version` again; returns the committed weights after it."""
+    """Applies the update of iteration `current.version` again; returns the committed weights after it."""
     role = stage.role
     committed = driver.store.committed_stage(current.version, stage.name)
     if committed is None or isinstance(committed, Skip):  # None: the config of that iteration did not have the role
@@ -169,17 +157,15 @@ def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], current: 
     assert manifest.weights is not None
     if replayed.weights != manifest.weights:
         _report_mismatch(driver, stage, committed, manifest, replayed)
+        # later updates name the committed digest, which the workers must answer to
         group.call(Worker.mark_as_version, role, manifest.weights)
     return manifest.weights
 
 
 def followed(driver: Driver, stage: UpdateStage[C], iteration: int) -> dict[str, Weights]:
-    """The weights, by role, that an update reads in addition to its own: those after the iteration.
+    """Returns the weights, by role, that an update reads in addition to its own.
 
-    Args:
-        driver: Driver of the run.
-        stage: The update.
-        iteration: Its iteration, in which the role that it follows has been updated or skipped.
+    They are those after `iteration`, in which the role that the update follows has already been updated or skipped.
     """
     if stage.follows is None:
         return {}
@@ -224,26 +210,23 @@ def _report_mismatch(
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Why a replayed update gave other weights."""
+    """The reason why a replayed update produced other weights."""
 
     reason: str
     is_expected: bool
-    """Whether nothing is wrong, so that the run may continue."""
+    """True if nothing is wrong, so that the run may continue."""
     is_usual: bool = False
-    """Whether every replay on this device may differ, so that it is enough to say so once."""
+    """True if every replay on this device may differ, so that one note is enough."""
 
 
 def explained(version: int, then: Mapping[str, object], *, device: str, deterministic: bool) -> Mismatch:
-    """Explain why a replayed update gave other weights.
+    """Explains why a replayed update produced other weights.
 
     Args:
         version: Version of the stage's code.
         then: Parts of the fingerprint of the committed update.
         device: Type of the device that replayed it.
-        deterministic: Whether it was replayed with `run.deterministic`.
-
-    Returns:
-        The explanation.
+        deterministic: True if it was replayed with `run.deterministic`.
     """
     was_held = device == "cpu" or (deterministic and "deterministic" in then)
     if then["version"] != version:

@@ -14,7 +14,7 @@ from ratchet.tasks.recording import recorded_task
 
 @recorded_task("reuse_rollouts")
 def reuse_rollouts(driver: Driver, iteration: int) -> StageHandle:
-    """Commit the generations of the run at `data.generations` for this iteration as this run's own."""
+    """Commits the generations of the run at `data.generations` as this run's own."""
     store, source = driver.store, driver.config.data.generations
     assert source is not None
     committed = store.committed_stage(iteration, "generate")

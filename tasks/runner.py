@@ -1,4 +1,4 @@
-"""Runs stages: wait for the inputs, let a worker compute, and commit the result.
+"""Runs stages: waits for the inputs, lets a worker compute, and commits the result.
 
 A committed stage is never computed again: its Prefect task ends in a state named `Cached`.
 """
@@ -43,19 +43,13 @@ def start(
     ahead: bool = False,
     lane: str = "",
 ) -> StageHandle:
-    """Start a stage in the background. It computes as its inputs are committed; `finish` waits for all stages.
+    """Starts a stage in the background. It computes as its inputs are committed; `finish` waits for all stages.
 
     Args:
-        driver: Driver of the run.
-        stage: A stage of the pipeline.
-        iteration: Iteration to compute.
         handles: Handles of the iteration's stages; the stage uses those in its `reads`.
         after: Returns once the stage may start; used for generations of later iterations.
-        ahead: Whether this is a generation of a later iteration.
+        ahead: True for a generation of a later iteration.
         lane: Stages in different lanes of the same executor run at the same time.
-
-    Returns:
-        The handle through which other stages read this one.
     """
     inputs = stage.inputs_of(handles)
 
@@ -63,6 +57,7 @@ def start(
         if after is not None:
             after()
         for name, source in inputs.items():
+            # both calls wait: for the first shard, or for the whole stage
             if stage.reads_shard_of(name):
                 source.shards()
             else:
@@ -79,7 +74,7 @@ StageTask = Callable[[Driver, int, Callable[[], tuple[Manifest | None, bool]]], 
 
 @cache
 def _stage_task(name: str) -> StageTask:
-    """The Prefect task of a stage; its argument `body` does the work."""
+    """Returns the Prefect task of a stage; its argument `body` does the work."""
 
     @recorded_task(name)
     def stage_task(
@@ -94,14 +89,14 @@ def _stage_task(name: str) -> StageTask:
 def _run(
     driver: Driver, stage: Stage, iteration: int, inputs: Handles, handle: StageHandle
 ) -> tuple[Manifest | None, bool]:
-    """Run a stage; returns its manifest (None if it was skipped) and whether it was committed before."""
+    """Runs a stage; returns its manifest (None if it was skipped) and whether it was committed before."""
     if isinstance(stage, RowsStage):
         return run_rows(driver, stage, iteration, inputs, handle)
     return _run_update(driver, stage, iteration, inputs)
 
 
 def finish(driver: Driver) -> None:
-    """Wait for every stage that was started. Raises the first error of any of them."""
+    """Waits for every stage that was started; raises the first error of any of them."""
     driver.executors.join(meanwhile=driver.tidy)
 
 
@@ -172,15 +167,12 @@ def skip_update(
     not_finite: bool = False,
     cursor: int | None = None,
 ) -> None:
-    """Commit that a role's weights pass through this iteration unchanged.
+    """Commits that a role's weights pass through this iteration unchanged.
 
     Args:
-        driver: Driver of the run.
-        stage: Update stage of the role.
-        iteration: Iteration in which the role does not learn.
         reason: The reason, as stored and shown.
-        not_finite: Whether the reason is a loss or gradient that is not finite.
-        cursor: Position in the dataset at which the next iteration begins; None: unchanged by this commit.
+        not_finite: True if the reason is a loss or gradient that is not finite.
+        cursor: Position in the dataset at which the next iteration starts; None: unchanged by this commit.
     """
     if driver.store.committed_stage(iteration, stage.name) is not None:
         return
@@ -204,16 +196,7 @@ def skip_update(
 
 
 def skip_what_is_left(driver: Driver, iteration: int, error: NotFinite) -> None:
-    """With `train.on_nan: skip`, skip the remaining updates of this iteration; otherwise raise the error.
-
-    Args:
-        driver: Driver of the run.
-        iteration: The open iteration.
-        error: The error that made the iteration fail.
-
-    Raises:
-        NotFinite: `error`, with `train.on_nan: stop`.
-    """
+    """Skips the remaining updates of this iteration with `train.on_nan: skip`; raises `error` with `stop`."""
     if driver.config.train.on_nan == "stop":
         raise error
     note(f"iteration {iteration} skips its remaining updates: {error}")
@@ -227,16 +210,13 @@ def skip_what_is_left(driver: Driver, iteration: int, error: NotFinite) -> None:
 
 
 def check_not_given_up(driver: Driver, iteration: int) -> None:
-    """Do not resume learning halfway through an iteration that an earlier driver gave up.
-
-    Raises:
-        NotFinite: with the earlier driver's reason.
-    """
+    """Raises `NotFinite`, with the earlier driver's reason, if a driver gave the iteration up: learning does not resume
+    halfway."""
     if reason := is_given_up(driver, iteration):
         raise NotFinite(reason)
 
 
 def is_given_up(driver: Driver, iteration: int) -> str | None:
-    """The reason why a driver gave the iteration up; None if none did."""
+    """Returns the reason why a driver gave the iteration up; None if none did."""
     stages = driver.store.iteration_state(iteration).stages.values()
     return next((commit.reason for commit in stages if isinstance(commit, Skip) and commit.not_finite), None)

@@ -24,7 +24,7 @@ from ratchet.tasks.stage import RowsStage, Until
 from ratchet.tasks.worker_calls import Handles, call_of, on_worker
 
 ROWS_PER_RANK = 32
-"""Rows of a rank, on average, that are computed together at most: a crash loses what they took. With fewer, ranks wait
+"""Average number of rows of a rank that are computed together at most: a crash loses their work. With fewer, ranks wait
 for each other longer; see benchmarks/paper.py."""
 
 
@@ -45,6 +45,7 @@ def run_rows(
     done = {number: shard for number, shard in committed_shards.items() if number < total}
     beyond = [shard.data.key for number, shard in committed_shards.items() if number >= total]
     if until is None:
+        # with a stop condition, the shards that count are only known at the end
         handle.expect(total)
         handle.show({number: shard.data for number, shard in done.items()})
     job = ShardJob(driver, stage, iteration, inputs, attempt, total, handle)
@@ -54,6 +55,7 @@ def run_rows(
     for shard in computed:
         done[shard.shard] = shard
         if until is None and len(done) == total:
+            # the last shard is committed with the stage, below
             uncommitted = [shard]
             break
         store.commit(shard)
@@ -88,6 +90,7 @@ def run_rows(
     journal = store.journal(iteration, stage.name)
     store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
     store.delete_journal(journal)
+    # the committed rows replace the recorded answers
     if stage.begin is not None and driver.config.rollout.agent is not None:
         store.delete_calls(iteration, stage.name)
     # what dynamic sampling drew and does not need
@@ -99,7 +102,7 @@ def run_rows(
 
 
 def _shards(driver: Driver, stage: RowsStage[C, S], inputs: Handles) -> int:
-    """Number of shards of a stage; the maximum, for a stage with a stop condition."""
+    """Returns the number of shards of a stage; the maximum, for a stage with a stop condition."""
     if not stage.sharded:
         return 1
     return stage.count(driver) if stage.count is not None else next(iter(inputs.values())).count()
@@ -115,41 +118,35 @@ class ShardJob(Generic[C, S]):
     inputs: Handles
     attempt: int
     total: int
-    """Number of shards; the largest, for a stage with a stop condition."""
+    """Number of shards; the maximum, for a stage with a stop condition."""
     handle: StageHandle
 
     def check(self) -> None:
-        """Stop if the driver is asked to stop, or if the result would be useless."""
+        """Raises if the driver is asked to stop, or if the result would be useless."""
         self.driver.stopping.check()
         self.handle.check()
 
     def request(self, shard: int) -> RowsCall[C, S]:
-        """The call that computes a shard."""
         stage = self.stage
         call = call_of(self.driver, stage, self.iteration, self.inputs, shard=shard, attempt=self.attempt)
         return RowsCall(call, stage.compute, stage.writes, stage.begin)
 
     def compute(self, shards: Sequence[int]) -> list[ShardCommit]:
-        """Compute shards together; the caller commits them. Those from the first one that is not finite are missing."""
+        """Computes shards together, up to the first one that is not finite; the caller commits them."""
         self.check()
         requests, group = [self.request(shard) for shard in shards], self.driver.groups.of(self.stage.role)
         computed = on_worker(self.driver, requests[0].call.needs, lambda: group.call(Worker.rows, requests))
         return [self.commit(shard, rows, rows.seconds) for shard, rows in zip(shards, computed, strict=False)]
 
     def next_shards(self, done: Container[int]) -> list[int]:
-        """Choose the shards of the next call, and wait for the inputs of the first one. Ranks would wait for each other
-        at the end of each shard, so several ranks compute as many shards as are ready, up to `ROWS_PER_RANK`.
-
-        Args:
-            done: numbers of shards that are computed.
-
-        Returns:
-            Numbers of shards that are not in `done`, at least one.
+        """Chooses the shards of the next call, at least one that is not in `done`; waits for the inputs of the first
+        one.
         """
         stage = self.stage
         sources = [handle for name, handle in self.inputs.items() if stage.reads_shard_of(name)]
         if not sources:
             return [next(number for number in range(self.total) if number not in done)]
+        # ranks wait for each other at the end of each call, so several ranks take as many shards as are ready
         ranks = self.driver.groups.of(stage.role).ranks if stage.infers else 1
         enough = ROWS_PER_RANK * ranks if ranks > 1 else 0
         chosen: list[int] = []
@@ -161,7 +158,6 @@ class ShardJob(Generic[C, S]):
         return chosen
 
     def commit(self, shard: int, rows: ComputedShard[S], seconds: float) -> ShardCommit:
-        """The commit of a shard that was computed and written."""
         assert rows.shard is not None, "rank 0 answers"
         return ShardCommit(
             iteration=self.iteration,
@@ -175,7 +171,7 @@ class ShardJob(Generic[C, S]):
 
 
 def _computed(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[ShardCommit]:
-    """Compute the shards that are not in `done`, as their inputs are committed."""
+    """Computes the shards that are not in `done`, as their inputs are committed."""
     while len(done) < job.total:
         yield from job.compute(job.next_shards(done))
 
@@ -183,7 +179,7 @@ def _computed(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[
 def _generated(
     job: ShardJob[C, S], done: Mapping[int, ShardCommit], until: DynamicSampling[C, S] | None
 ) -> Iterator[ShardCommit]:
-    """Generate the shards that are not in `done`, all at the same time; they become complete in any order."""
+    """Generates the shards that are not in `done` concurrently; they complete in any order."""
     driver, stage = job.driver, job.stage
     _check_journal(driver, stage, job.iteration)
     _adopt_calls(driver, stage, job.iteration)
@@ -194,9 +190,11 @@ def _generated(
             job.check()
             while pending and generation.has_room and (until is None or until.wants(done, len(generation.requests))):
                 with driver.rollout.weights_lock.reading():
+                    # first: the request takes the weights from this record
                     _assign(driver, stage, job.iteration, pending[0])
                     generation.open(job.request(pending.popleft()))
             if not pending:
+                # the generations of the next iteration may join
                 job.handle.no_more_to_begin()
             if not generation.requests:
                 return
@@ -214,7 +212,7 @@ def _generated(
 
 
 def _check_journal(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:
-    """Discard a journal that was generated under another config, with other data or by other code."""
+    """Discards a journal that was generated under another config, with other data or by other code."""
     journal = driver.store.journal(iteration, stage.name)
     if journal is not None and journal.parts and (changes := changes_since_term(driver, stage, journal.term)):
         note(f"{stage.name} of iteration {iteration} starts without its journal: {'; '.join(changes)}")
@@ -223,8 +221,10 @@ def _check_journal(driver: Driver, stage: RowsStage[C, S], iteration: int) -> No
 
 
 def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:
-    """Commit what programs of agents were answered by drivers that did not complete the stage, so that it is answered
-    again in the same way; answers under another config, with other data or by other code are discarded."""
+    """Commits the answers that earlier drivers gave to programs of agents, so that these get the same answers again.
+
+    Answers under another config, with other data or by other code are discarded.
+    """
     if driver.config.rollout.agent is None:
         return
     store = driver.store
@@ -243,7 +243,7 @@ def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None
 
 
 def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:
-    """Commit which weights a shard will be generated with, if they do not follow from its iteration."""
+    """Commits the weights that a shard will be generated with, if they do not follow from its iteration."""
     loaded = driver.rollout.loaded
     state = driver.store.iteration_state(iteration)
     if stage.name == "generate" and loaded is not None and state.assigned.get(shard) != loaded:
@@ -251,11 +251,12 @@ def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) 
 
 
 class DynamicSampling(Generic[C, S]):
-    """Draws prompts until enough are useful. Which shards count depends on their order and scores, never on which was
-    complete first: the shortest prefix of shards that has enough."""
+    """Draws prompts until enough are useful.
+
+    The shards that count are the shortest prefix that has enough: they depend on order and scores, never on timing.
+    """
 
     def __init__(self, driver: Driver, stage: RowsStage[C, S], until: Until, iteration: int) -> None:
-        """Prepare the stages that follow each shard."""
         self.driver, self.stage, self.until, self.iteration = driver, stage, until, iteration
         store = driver.store
         self._following = [
@@ -267,7 +268,7 @@ class DynamicSampling(Generic[C, S]):
 
     @classmethod
     def of(cls, driver: Driver, stage: RowsStage[C, S], iteration: int) -> Self | None:
-        """The stop condition of a stage; None if it has none."""
+        """Returns the stop condition of a stage; None if it has none."""
         until = stage.until
         return None if until is None or not until.applies(driver.config) else cls(driver, stage, until, iteration)
 
@@ -281,20 +282,20 @@ class DynamicSampling(Generic[C, S]):
         return prefix
 
     def is_met(self, done: Mapping[int, ShardCommit]) -> bool:
-        """Whether a prefix of the shards has enough. Runs the stages that score the shards."""
+        """True if a prefix of the shards has enough. Runs the stages that score the shards."""
         for number in sorted(done):
             self._follow(number, done[number])
         count = self.count(done)
         return count > 0 and self._share(range(count)) >= 1
 
     def wants(self, done: Mapping[int, ShardCommit], running: int) -> bool:
-        """Whether another shard is likely to be needed beside those that are running."""
+        """True if another shard is likely to be needed in addition to those that are running."""
         share = self._share(done)
         per_shard = share / len(done) if share else self.until.expected(self.driver.config)
         return share + running * per_shard < 1
 
     def _share(self, shards: Iterable[int]) -> float:
-        """What the shards have of what is needed; 1: enough."""
+        """Returns the share of the needed prompts that the shards have; 1: enough."""
         scored = self.driver.store.committed_shards(self._following[-1].name, self.iteration)
         return self.until.share(self.driver.config, [scored[number].outputs for number in shards])
 

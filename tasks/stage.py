@@ -40,16 +40,16 @@ class _Stage(Generic[C]):
     label: str
     """Short name, for the header of a narrow column."""
     config: type[C]
-    """The part of the run's config that the stage reads. A change of it invalidates the committed stage."""
+    """The part of the run's config that the stage reads; changing it invalidates the committed stage."""
     exists: Callable[[RunConfig], bool]
-    """Whether iterations under a config have this stage."""
+    """True if iterations under a config have this stage."""
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Input stages and the columns to read from each; the stage receives no other columns. Stages that the config does
     not have are ignored. An input without columns only selects the trajectories to work on."""
     outside: tuple[Outside, ...] = ()
     """Inputs outside the store."""
     role: str | None = None
-    """The role whose workers compute the stage, with that role's weights; None: no model is needed."""
+    """The role whose workers and weights compute the stage; None: it needs no model."""
     version: int = 1
     """Increase this when the code computes different results: stages committed by older code then count as changed."""
 
@@ -60,30 +60,15 @@ class _Stage(Generic[C]):
         return None if role is None or not ROLES[role].has_versions else role
 
     def inputs_of(self, handles: Mapping[str, StageHandle]) -> dict[str, StageHandle]:
-        """Select the handles of the stages that this stage reads.
-
-        Args:
-            handles: Handles of the iteration's stages, by name.
-
-        Returns:
-            The handles of the inputs, by name, in the order of `reads`.
-        """
+        """Selects the handles of the stages that this stage reads, in the order of `reads`."""
         return {name: handles[name] for name in self.reads if name in handles}
 
     def input_names(self, names: Sequence[str]) -> list[str]:
-        """The stages among `names` that this stage reads, in the order of `reads`."""
+        """Selects the stages among `names` that this stage reads, in the order of `reads`."""
         return [name for name in self.reads if name in names]
 
     def inputs(self, handles: Mapping[str, StageHandle], shard: int) -> tuple[Input, ...]:
-        """The inputs of one shard.
-
-        Args:
-            handles: Handles of the stages that this stage reads, by name.
-            shard: Index of the shard to compute.
-
-        Returns:
-            For each input stage, the shards to read and their columns.
-        """
+        """Returns the inputs of one shard: for each input stage, the shards to read and their columns."""
         shards = {
             name: (handle.shard(shard),) if self.reads_shard_of(name) else handle.manifest().shards
             for name, handle in handles.items()
@@ -91,27 +76,26 @@ class _Stage(Generic[C]):
         return tuple((shards[name], self.reads[name]) for name in shards if shards[name])  # an update has none
 
     def reads_shard_of(self, name: str) -> bool:
-        """Whether shard i reads only shard i of the input stage `name`; otherwise it reads all shards."""
+        """True if shard i reads only shard i of the input stage `name`; otherwise it reads all shards."""
         return False
 
 
 @dataclass(frozen=True)
 class Until:
-    """Stop condition of a stage that adds shards until there are enough."""
+    """A stop condition, for a stage that adds shards until there are enough."""
 
     applies: Callable[[RunConfig], bool]
-    """Whether the condition is used under a config."""
+    """True if the condition is used under a config."""
     follow: tuple[str, ...]
     """Stages to run on each shard as soon as it is committed, in order."""
     expected: Callable[[RunConfig], float]
-    """The share of what is needed that a shard is expected to have."""
+    """Expected share of the needed rows that one shard has."""
     share: Callable[[RunConfig, Sequence[Mapping[str, JsonValue]]], float]
-    """The share of what is needed that some shards have, given their summaries by the last stage in `follow`; 1:
-    enough."""
+    """Share of the needed rows that shards have, given their summaries by the last stage in `follow`; 1: enough."""
 
 
 def last_metrics(summaries: Sequence[ShardSummary]) -> dict[str, float]:
-    """Metrics of a stage with one shard."""
+    """Returns the metrics of a stage with one shard."""
     return summaries[-1].metrics
 
 
@@ -125,13 +109,13 @@ class RowsStage(_Stage[C], Generic[C, S]):
     summary: type[S]
     """Type of the small results of a shard, which are stored in the log."""
     begin: Callable[[Context[C]], ShardStart] | None = None
-    """The trajectories of a shard, for a stage that generates; `compute` is called when they are complete."""
+    """Starts the trajectories of a shard, for a stage that generates; `compute` is called when they are complete."""
     metrics: Callable[[Sequence[S]], dict[str, float]] = last_metrics
     """Computes the stage's metrics from the summaries of all shards."""
     sharded: bool = True
-    """Whether shard i depends only on shard i of each input; otherwise the stage has one shard."""
+    """True if shard i depends only on shard i of each input; otherwise the stage has one shard."""
     count: Callable[[Driver], int] | None = None
-    """Number of shards; None: the same as the first input."""
+    """Returns the number of shards; None: the same as the first input."""
     draws: Callable[[Driver, int, int, C, int], tuple[int, ...] | None] | None = None
     """Draws the prompts of a shard where the worker cannot, given iteration, shard, config and cursor."""
     replays: Callable[[Driver, int, int, C], Mapping[int, Experience | ExpertExperience]] | None = None
@@ -144,11 +128,10 @@ class RowsStage(_Stage[C], Generic[C, S]):
 
     @property
     def infers(self) -> bool:
-        """Whether `compute` may use `Context.engine`, which computes several shards together."""
+        """True if `compute` may use `Context.engine`, which computes several shards together."""
         return self.begin is None and self.weights_role is not None
 
     def metrics_of(self, outputs: Sequence[Mapping[str, JsonValue]]) -> dict[str, float]:
-        """The stage's metrics, from the committed summaries of all shards."""
         return self.metrics([self.summary.model_validate(output) for output in outputs])
 
 
@@ -164,9 +147,9 @@ class UpdateStage(_Stage[C]):
     role: str
     compute: Callable[[Context[C]], dict[str, float]]
     skipped: Callable[[RunConfig, int], str | None] = never
-    """The reason why the role does not learn in an iteration; None: it learns."""
+    """Returns the reason why the role does not learn in an iteration; None: it learns."""
     follows: str | None = None
-    """A role of the same workers that the update reads, with the weights that it has after the iteration."""
+    """A role of the same workers whose weights after the iteration the update reads."""
 
 
 AnyUpdateStage: TypeAlias = UpdateStage[Any]

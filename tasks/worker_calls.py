@@ -1,4 +1,4 @@
-"""Calls of stages to workers."""
+"""Builds the calls of stages to workers, and restores the weights that they need."""
 
 from __future__ import annotations
 
@@ -17,31 +17,22 @@ from ratchet.tasks.stage import RowsStage, UpdateStage
 
 R = TypeVar("R")
 TRIES = 3
-"""Number of attempts to call a worker. Between restoring the weights and the call, another executor may load others."""
+"""Attempts to call a worker. Between restoring the weights and the call, another executor may load others."""
 
 Handles = Mapping[str, StageHandle]
 """Handles of stages, by stage name."""
 
 
 def on_worker(driver: Driver, needs: Mapping[str, Weights], call: Callable[[], R]) -> R:
-    """Call the workers of a role, after restoring the weights that they need and do not hold.
+    """Calls the workers of a role, after restoring the weights in `needs` that they do not hold.
 
-    Args:
-        driver: Driver of the run.
-        needs: The weights that roles of the workers must hold.
-        call: Calls the workers.
-
-    Returns:
-        The result of `call`.
-
-    Raises:
-        GroupLost: if the workers died, or did not keep the weights in `TRIES` attempts.
+    Raises `GroupLost` if the workers died, or did not keep the weights in `TRIES` attempts.
     """
     for _ in range(TRIES):
         try:
             return call()
         except GroupLost:
-            driver.store.log.check_claim()  # the driver that took the run over may have ended the workers
+            driver.store.log.check_claim()  # a driver that took the run over may have ended the workers: raises Fenced
             raise
         except WrongPolicyVersion:
             for role, weights in needs.items():
@@ -61,22 +52,16 @@ def call_of(
     config: C | None = None,
     began: RunState | None = None,
 ) -> Call[C]:
-    """Build the call that a worker receives.
+    """Builds the call that a worker receives.
 
     Args:
-        driver: Driver of the run.
-        stage: Stage to compute.
-        iteration: Iteration of the stage.
-        inputs: Handles of the stage's inputs, by name.
         shard: Index of the shard; 0 for an update.
         attempt: Number that distinguishes the files of this attempt.
         config: Config of the stage; None: from the run's config.
-        began: State in which the iteration began; None: the driver's state.
-
-    Returns:
-        The call.
+        began: State in which the iteration started, to recompute it; None: the driver's state.
     """
     state = driver.state if began is None else began
+    # a recomputation starts from nothing, not from the tokens that a driver journaled
     journal = driver.store.journal(iteration, stage.name) if began is None else None
     config = stage.config.of(driver.config) if config is None else config
     cursor = state.cursor_before(iteration, driver.config.data.prompts_per_iteration)

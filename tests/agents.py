@@ -11,11 +11,11 @@ import httpx
 from openai import AsyncOpenAI, OpenAI
 
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None)
-"""To make a client takes long; its copies with other keys share its connections."""
+"""Making a client takes long; its copies with other keys share its connections."""
 
 
 def twice(task: Any, base_url: str, api_key: str, model: str, worth: float = 0.5) -> dict[str, float]:
-    """Two turns by the official client; the reward counts the letters."""
+    """Takes two turns with the official client; the reward counts the letters."""
     client = OpenAI(base_url=base_url, api_key=api_key)
     messages: list[Any] = [*task["messages"]]
     letters = 0
@@ -40,14 +40,14 @@ async def forgets(task: Any, base_url: str, api_key: str, model: str) -> float:
 
 
 def broken(task: Any, base_url: str, api_key: str, model: str) -> float:
-    """Asks at another temperature, and does not care about the answer."""
+    """Asks at another temperature, and ignores the answer."""
     body = {"model": model, "messages": task["messages"], "temperature": 0.3}
     httpx.post(f"{base_url}/chat/completions", json=body, headers={"Authorization": f"Bearer {api_key}"})
     return 1.0
 
 
 def remembers(task: Any, base_url: str, api_key: str, model: str, diary: str = "") -> float:
-    """Three turns; edits its history before the third, and writes each answer that it gets into a file."""
+    """Takes three turns; edits its history before the third, and writes each answer into a file."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = [*task["messages"], {"role": "user", "content": str(task["ground_truth"])}]
     letters = 0
@@ -66,7 +66,7 @@ STUMBLES = count()
 
 
 def stumbles(task: Any, base_url: str, api_key: str, model: str) -> float:
-    """Two turns, the first of which may be as long as the policy likes; every fourth program raises."""
+    """Takes two turns, the first without a limit of its own; every fourth program raises."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     if next(STUMBLES) % 4 == 3:
         raise ValueError("it stumbled")

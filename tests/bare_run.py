@@ -28,7 +28,7 @@ def claimed(url: str) -> RunStore:
 
 
 def rows(iteration: int, shard: int, samples: int = 2) -> pa.Table:
-    """Trajectories of one prompt, by the schema."""
+    """Returns trajectories of one prompt, by the schema."""
     values = {
         name: [TRAJECTORY[name].type.to_pandas_dtype()(0) if pa.types.is_primitive(TRAJECTORY[name].type) else None]
         for name in COLUMNS

@@ -16,9 +16,9 @@ from tests import extras
 from tests.ports import free_port
 
 TIMEOUT_MS = 300_000
-"""A busy machine is slow; nothing is asserted about time."""
+"""A busy machine is slow; no test asserts times."""
 REFUSED = "status of 400"
-"""How Chromium reports that the server refused a request, such as a mistake in a filter."""
+"""Chromium's report of a request that the server refused, such as a mistake in a filter."""
 FLAGS = (
     "--no-sandbox",  # Chromium does not start for root otherwise; the pages are our own
     "--disable-gpu",
@@ -32,8 +32,10 @@ FLAGS = (
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Start it, for tests that need `chromium`. While it runs, this thread is in an event loop of Playwright's:
-    flows run before it starts, or in other processes."""
+    """Starts Chromium, for tests that need `chromium`.
+
+    While it runs, this thread is in an event loop of Playwright's: flows run before it starts, or in other processes.
+    """
     with sync_playwright() as playwright:
         yield playwright.chromium.launch(executable_path=extras.chromium(), args=FLAGS)
 
@@ -42,8 +44,10 @@ def chromium() -> Iterator[Browser]:
 def opened(
     browser: Browser, *, width: int = 1280, height: int = 900, scheme: str = "light", refused: str = REFUSED
 ) -> Iterator[Page]:
-    """A page of its own, without trouble when it is closed: errors, and requests to other places than its own.
-    Answers with the status `refused` are no trouble: the page shows why."""
+    """Opens a page, and asserts on leaving that it had no trouble: errors, or requests to other places than its own.
+
+    Answers with the status `refused` are no trouble: the page shows why.
+    """
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
     page.set_default_timeout(TIMEOUT_MS)
     trouble: list[str] = []
@@ -63,7 +67,7 @@ def opened(
 
 @contextmanager
 def served(store: str, limits: SQLLimits = LIMITS) -> Iterator[str]:
-    """The URL of the page over a store, with limits of a request."""
+    """Serves the page over a store, with limits of a request; yields its URL."""
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app(store, limits=limits), port=port, log_level="warning"))
     started = threading.Event()
@@ -86,21 +90,22 @@ def served(store: str, limits: SQLLimits = LIMITS) -> Iterator[str]:
 
 @contextmanager
 def live(page: Page, store: str) -> Iterator[str]:
-    """The URL of the page over a store, for one page: it asks again and again, and leaves before the server does."""
+    """Serves the page over a store for one page, which polls and leaves before the server does; yields its URL."""
     with served(store) as url:
         yield url
         page.goto("about:blank")
 
 
 def visit(page: Page, url: str) -> None:
-    """Open a live page, and wait until it shows its runs."""
     page.goto(url)
     page.wait_for_selector("body[data-ready]")
 
 
 def wait_until(page: Page, condition: str, argument: object = None) -> None:
-    """Wait until a condition in JavaScript holds. (`Page.wait_for_function` needs `eval` in the page, which its
-    Content-Security-Policy forbids.)"""
+    """Waits until a condition in JavaScript holds.
+
+    `Page.wait_for_function` needs `eval` in the page, which its Content-Security-Policy forbids.
+    """
     deadline = time.monotonic() + TIMEOUT_MS / 1000
     while not page.evaluate(condition, argument):
         assert time.monotonic() < deadline, f"this did not come about: {condition}, {argument}"

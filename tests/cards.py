@@ -1,4 +1,4 @@
-"""The code in model cards, run as it stands."""
+"""Runs the code in model cards as it stands."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from tests.served import served
 
 
 def code(folder: Path, language: str) -> str:
-    """The card's block of code in a language."""
     text = (folder / "README.md").read_text().partition("\n---\n")[2]
     [block] = [token.content for token in MarkdownIt("commonmark").parse(text) if token.info == language]
     return block
 
 
 def printed(folder: Path) -> str:
-    """What the card's Python prints, in the folder, in a process of its own without a network."""
+    """Returns the output of the card's Python, run in the folder, in a process of its own without a network."""
     command = [sys.executable, "-c", code(folder, "python")]
     run = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -33,7 +32,7 @@ def printed(folder: Path) -> str:
 
 
 def serving(folder: Path, options: Mapping[str, object]) -> str:
-    """The URL of the server that the card's command starts, with more options at its end."""
+    """Starts the server of the card's command, with more options at its end; returns its URL."""
     port = free_port()
     options = {"port": port, "host": "127.0.0.1", **options}
     more = shlex.join(f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items())
@@ -47,8 +46,8 @@ def serving(folder: Path, options: Mapping[str, object]) -> str:
 
 
 def _named_vllm(folder: Path) -> Path:
-    """A folder of packages in which vLLM has its name: the command asks for it, and the build for the CPU has another
-    one."""
+    """Returns a folder of packages in which vLLM has its name: the command asks for it, and the build for the CPU has
+    another name."""
     told = folder / "vllm.dist-info" / "METADATA"
     told.parent.mkdir(parents=True, exist_ok=True)
     told.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")

@@ -1,4 +1,4 @@
-"""A second S3 server of our own: Ceph's gateway over one storage daemon on loopback, from Debian's packages.
+"""Runs a second S3 server: Ceph's gateway over one storage daemon on loopback, from Debian's packages.
 
 `python -m tests.ceph fetch` (`make ceph`) unpacks them into `build/ceph`; nothing is installed.
 """
@@ -72,14 +72,17 @@ rgw_zone = default
 
 
 def missing() -> str | None:
-    """Why there is no Ceph here, or None if there is one."""
+    """Returns the reason why there is no Ceph here; None if there is one."""
     return None if UNPACKED.exists() else "Ceph is not here: `make ceph`"
 
 
 @contextmanager
 def ceph_server(folder: Path) -> Iterator[str]:
-    """The gateway's URL, with a bucket. All processes that name the same folder share one, which ends when the last of
-    them has left the block or has died: each holds a lock while it uses the gateway."""
+    """Yields the gateway's URL, with a bucket.
+
+    All processes that name the same folder share one gateway, which ends when the last of them has left the block or
+    has died: each holds a lock while it uses the gateway.
+    """
     folder.mkdir(exist_ok=True)
     with (folder / "users").open("a") as users:
         fcntl.flock(users, fcntl.LOCK_SH)
@@ -106,7 +109,7 @@ def _start(folder: Path) -> None:
 
 
 def serve(folder: Path) -> None:
-    """Run the daemons until no process uses them."""
+    """Runs the daemons until no process uses them."""
     with (
         (folder / "users").open("a") as users,
         tempfile.TemporaryDirectory(prefix="ceph-") as data,
@@ -139,7 +142,7 @@ class _Cluster:
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> str:
-        """The gateway's URL, as soon as it answers and knows our credentials."""
+        """Returns the gateway's URL, as soon as it answers and knows our credentials."""
         for name in ("mon", "osd", "rgw"):
             (self.data / name).mkdir()
         address, storage = f"127.0.0.1:{self.monitor}", str(uuid.uuid4())
@@ -170,7 +173,7 @@ class _Cluster:
             daemon.wait()
 
     def _run(self, program: str, *arguments: str) -> None:
-        """Wait for a program, which itself would wait for minutes for a daemon that has ended."""
+        """Waits for a program, which itself would wait for minutes for a daemon that has ended."""
         with subprocess.Popen(
             _command(program, *arguments), env=self.environment, stdout=subprocess.DEVNULL
         ) as process:
@@ -193,7 +196,7 @@ class _Cluster:
 
 
 def _command(program: str, *arguments: str) -> list[str]:
-    """Of a process that the kernel ends if this one is killed.
+    """Returns the command of a process that the kernel ends if this one is killed.
 
     Without `--no-mon-config` a daemon forgets the cluster's id when it has asked the monitor for its config, and its
     next question may come before it has learned it again: then it ends with "wrong fsid".
@@ -213,8 +216,11 @@ def _answers(url: str) -> bool:
 
 
 def fetch() -> None:
-    """Unpack the packages, and those they need that this machine lacks. apt checks their signatures; its lists and
-    archives are in a folder of their own, so that it needs neither root nor an earlier `apt-get update`."""
+    """Unpacks the packages, and those of their dependencies that this machine lacks.
+
+    apt checks their signatures; its lists and archives are in a folder of their own, so that it needs neither root nor
+    an earlier `apt-get update`.
+    """
     if UNPACKED.exists():
         return
     for program in ("apt-get", "dpkg-deb", "setpriv"):

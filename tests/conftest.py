@@ -57,7 +57,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Large tests come first: one worker of pytest-xdist runs them, and the other one all that is small."""
+    """Runs large tests first: one worker of pytest-xdist runs them, and the other one the small tests."""
     tiers.choose(config, items)
     yield
     items.sort(key=lambda item: not extras.is_large(item))
@@ -79,7 +79,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session")
 def common(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """A folder of this session, the same for all workers of pytest-xdist."""
+    """Returns a folder of this session, the same for all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "common"
     folder.mkdir(exist_ok=True)
@@ -88,7 +88,7 @@ def common(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The API's URL of a real Prefect server, which this process and its children use."""
+    """Yields the API's URL of a real Prefect server, which this process and its children use."""
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     folder = tmp_path_factory.mktemp("prefect")
@@ -102,41 +102,41 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[str]:
-    """The URL of a small S3 server, which starts with the first test that asks for it."""
+    """Yields the URL of a small S3 server, which starts with the first test that asks for it."""
     with moto_server() as endpoint:
         yield endpoint
 
 
 @pytest.fixture(scope="session")
 def ceph_gateway(common: Path) -> Iterator[str]:
-    """The URL of Ceph's S3 gateway, one for all workers of pytest-xdist."""
+    """Yields the URL of Ceph's S3 gateway, one for all workers of pytest-xdist."""
     with ceph.ceph_server(common / "ceph") as endpoint:
         yield endpoint
 
 
 @pytest.fixture
 def s3(moto: str) -> Iterator[str]:
-    """The URL of a bucket on moto."""
+    """Yields the URL of a bucket on moto."""
     with s3_at(moto) as url:
         yield url
 
 
 @pytest.fixture
 def on_ceph(ceph_gateway: str) -> Iterator[str]:
-    """The URL of a bucket on Ceph."""
+    """Yields the URL of a bucket on Ceph."""
     with s3_at(ceph_gateway) as url:
         yield url
 
 
 @pytest.fixture(params=["s3", pytest.param("on_ceph", marks=extras.needs("ceph"))], ids=["moto", "ceph"])
 def each_s3(request: pytest.FixtureRequest) -> str:
-    """The URL of a bucket on each of the S3 servers."""
+    """Returns the URL of a bucket on each of the S3 servers."""
     return str(request.getfixturevalue(request.param))
 
 
 @pytest.fixture(scope="session")
 def workspace(common: Path) -> Path:
-    """A tiny model and its prompts, as `tiny.config` wants them."""
+    """Returns a folder with a tiny model and its prompts, for `tiny.config`."""
     folder = common / "workspace"
     folder.mkdir(exist_ok=True)
     with locked(folder):

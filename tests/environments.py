@@ -9,8 +9,9 @@ from ratchet.rlhf.environments.environment import Observation
 
 
 class Chatty:
-    """Says XY, then asks in a message, and so on, until it has heard four turns; vowels earn something, and end a
-    turn."""
+    """Says XY, then asks in a message, and so on, until it has heard four turns; vowels are rewarded, and end a
+    turn.
+    """
 
     stop = tuple("aeiouAEIOU")
 
@@ -77,7 +78,7 @@ class Script:
 
 
 class Absent:
-    """It never answers."""
+    """An environment that never answers."""
 
     stop = ("e",)
 

@@ -1,4 +1,4 @@
-"""What some tests need and other machines may lack, how to get it, and which of it takes gigabytes when it starts.
+"""The extras of some tests that machines may lack: how to get them, and which of them take gigabytes when they start.
 
 This is the only place that decides whether such a test runs: it looks at what is installed. `RATCHET_REQUIRE=vllm,ceph`
 fails the tests that lack one of those, instead of skipping them, so that CI notices a broken installation. (tests/gpu
@@ -24,15 +24,15 @@ from tests import ceph, sglang_server
 
 @dataclass(frozen=True)
 class Extra:
-    """Something that a test needs beside the package itself."""
+    """A dependency of tests in addition to the package itself."""
 
     is_here: Callable[[], bool]
     get: str
-    """How to get it."""
+    """Instructions to get it."""
     is_large: bool = False
-    """Whether it takes gigabytes when it starts: no two such tests run at the same time on one machine."""
+    """True if it takes gigabytes when it starts: no two such tests run at the same time on one machine."""
     is_extra: bool = True
-    """Whether `make test` does not install it."""
+    """True if `make test` does not install it."""
 
 
 def _package(name: str) -> Callable[[], bool]:
@@ -40,7 +40,7 @@ def _package(name: str) -> Callable[[], bool]:
 
 
 def chromium() -> str | None:
-    """The path of a Chromium."""
+    """Returns the path of a Chromium."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -66,7 +66,7 @@ EXTRAS = {
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
-    """The mark of a test that needs some of `EXTRAS`."""
+    """Returns the mark of a test that needs some of `EXTRAS`."""
     assert set(names) <= EXTRAS.keys(), names
     return pytest.mark.needs(*names)
 
@@ -76,12 +76,12 @@ def _needed(item: pytest.Item) -> list[str]:
 
 
 def is_extra(item: pytest.Item) -> bool:
-    """Whether a test needs what `make test` does not install."""
+    """True if a test needs an extra that `make test` does not install."""
     return any(EXTRAS[name].is_extra for name in _needed(item))
 
 
 def check(item: pytest.Item) -> None:
-    """Skip a test that lacks something, or fail it if that is required."""
+    """Skips a test that lacks an extra, or fails it if that is required."""
     if missing := _missing(item):
         reason = ", ".join(f"{name} is not here: `{EXTRAS[name].get}`" for name in missing)
         required = set(filter(None, os.environ.get("RATCHET_REQUIRE", "").split(",")))
@@ -94,24 +94,24 @@ def _missing(item: pytest.Item) -> list[str]:
 
 
 def is_large(item: pytest.Item | None) -> bool:
-    """Whether a test runs and takes gigabytes: it starts Ray, vLLM, Megatron or the like."""
+    """True if a test runs and takes gigabytes: it starts Ray, vLLM, Megatron or the like."""
     return item is not None and any(EXTRAS[name].is_large for name in _needed(item)) and not _missing(item)
 
 
 class LargeTests:
-    """Lets one process at a time run large tests, whatever checkout or worker of pytest-xdist it is of."""
+    """Lets one process at a time run large tests, across checkouts and workers of pytest-xdist."""
 
     def __init__(self) -> None:
         self._lock: IO[str] | None = None
 
     def begin(self, item: pytest.Item) -> None:
-        """Wait for the turn of this process, before a large test."""
+        """Waits for the turn of this process, before a large test."""
         if is_large(item) and self._lock is None:
             self._lock = (Path(tempfile.gettempdir()) / f"ratchet-large-tests-{os.getuid()}").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def end(self, next_item: pytest.Item | None) -> None:
-        """End the turn unless the next test is large, too: until then fixtures may keep what they have started."""
+        """Ends the turn unless the next test is large, too: until then fixtures may keep what they have started."""
         if self._lock is not None and not is_large(next_item):
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child may hold the file open
             self._lock.close()

@@ -1,5 +1,4 @@
-"""A gate before a server that streams its answers, so that a test decides how far they come, whatever the machine's
-pace."""
+"""A gate before a server that streams its answers: a test decides how far they come, at any pace of the machine."""
 
 from __future__ import annotations
 
@@ -13,24 +12,24 @@ from urllib.parse import urlsplit
 EVENT = b"data: {"
 EVENT_STARTS = re.compile(b"(?=data: {)")
 PARTIAL = re.compile(b"(d|da|dat|data|data:|data: )$")
-"""What may be the first half of an event's start, the other half of which is not here yet."""
+"""A possible first half of an event's start, whose other half has not arrived yet."""
 
 
 class Gate:
-    """Passes everything to and from a server on loopback, but of the events that it streams only as many as `let`."""
+    """Passes everything to and from a server on loopback, but only as many of its streamed events as `let`."""
 
     def __init__(self, upstream: str) -> None:
         self.passed = 0
         """Number of events that have passed."""
         self.connections = 0
-        """Number of connections of clients; a dead one's would still take events."""
+        """Number of connections of clients; a dead client's would still take events."""
         self.url = ""
         self._port, self._allowed = urlsplit(upstream).port, 0
         self._more, self._closed = asyncio.Event(), asyncio.Event()
         self._listening = threading.Event()
 
     def let(self, events: int) -> None:
-        """Let so many events pass in addition to those that already have."""
+        """Lets so many events pass in addition to those that already have."""
         self._loop.call_soon_threadsafe(self._let, events)
 
     def _let(self, events: int) -> None:
@@ -85,7 +84,7 @@ class Gate:
 
 @contextmanager
 def gate(upstream: str) -> Iterator[Gate]:
-    """A gate before the server at a URL, which first lets no event pass."""
+    """Yields a gate before the server at a URL, which first lets no event pass."""
     gate = Gate(upstream)
     thread = threading.Thread(target=lambda: asyncio.run(gate._serve()), daemon=True)
     thread.start()

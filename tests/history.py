@@ -1,4 +1,4 @@
-"""A run's history as its files tell it: every record from slot 0, and what people read. Used to compare runs."""
+"""Reads a run's history from its files, every record from slot 0 and the files for users, to compare runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class History:
     folder: Path
     records: list[Record]
     state: RunState
-    """Of all records, one after the other, from the first."""
+    """The sum of all records from the first."""
 
     @classmethod
     def of(cls, config: RunConfig) -> History:
@@ -45,7 +45,6 @@ class History:
 
     @property
     def shards(self) -> Counter[tuple[str, int, int]]:
-        """Committed shards: (stage, iteration, shard)."""
         return Counter((shard.stage, shard.iteration, shard.shard) for shard in self.commits(ShardCommit))
 
     @property
@@ -56,7 +55,7 @@ class History:
 
     @property
     def results(self) -> dict[str, Any]:
-        """Everything that two runs must have in common to the bit: weights, checkpoints and rows."""
+        """Everything that two runs must share to the bit: weights, checkpoints and rows."""
         store = self.run.store
         newest = max(self.state.snapshots)
         return {
@@ -73,8 +72,10 @@ class History:
         }
 
     def check_sound(self, killed: bool = False) -> None:
-        """Nothing is committed twice, and what people read is just what is committed. A driver that was killed may
-        have been about to commit a shard whose file is there: the next one does away with it."""
+        """Asserts that nothing is committed twice, and that the files for users hold just what is committed.
+
+        A driver that was killed may have been about to commit a shard whose file is there: the next one deletes it.
+        """
         closes = Counter(close.iteration for close in self.commits(Finalize))
         snapshots = Counter(snapshot.version for snapshot in self.commits(Snapshot))
         for counter in (self.shards, self.stages, closes, snapshots):

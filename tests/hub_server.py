@@ -1,6 +1,5 @@
-"""A server on loopback that speaks as much of the Hugging Face hub's protocol as it takes to create and fill a model
-repository, as huggingface_hub 2.4 uses it without xet. It checks tokens, metadata of cards, and digests of large files.
-"""
+"""A server on loopback that speaks the part of the Hugging Face hub's protocol that creates and fills a repository, as
+huggingface_hub 2.4 uses it without xet. It checks tokens, metadata of cards, and digests of large files."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class Repository:
     private: bool
     files: dict[str, bytes] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
-    """Of its commits."""
+    """The messages of its commits."""
 
 
 class Hub(ThreadingHTTPServer):
@@ -45,7 +44,7 @@ class Hub(ThreadingHTTPServer):
         """Uploaded large files, by sha256; a commit puts them into a repository."""
         self.requests: list[str] = []
         self.is_full = False
-        """Whether it has no room for a commit."""
+        """True if it has no room for a commit."""
 
     @property
     def url(self) -> str:
@@ -177,13 +176,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _mode(file: dict[str, Any]) -> object:
-    """The hub keeps weights, and files of more than 10 MB, out of git."""
+    """Returns the hub's mode for a file: it keeps weights, and files of more than 10 MB, out of git."""
     is_large = file["path"].endswith(".safetensors") or file["size"] > 10_000_000
     return {"path": file["path"], "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
 
 
 def validated(card: str) -> object:
-    """What the hub says about the metadata of a model card, as far as its documentation says what they must be."""
+    """Returns the hub's answer about the metadata of a model card, as far as its documentation defines them."""
     block = REGEX_YAML_BLOCK.search(card)
     if block is None:
         return {"errors": [], "warnings": [{"message": "empty or missing yaml metadata in repo card"}]}

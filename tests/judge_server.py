@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tests.rewards import letters
 
 Fault = int | str | Literal["hang"]
-"""What becomes of a request: a status, `hang`, or a text that the model answers."""
+"""The fault of a request: a status, `hang`, or a text that the model answers."""
 PART = re.compile(r"\[([0-9a-f]{16}) ([^\]\n]*)\]\n(.*?)\n\[\1 end of \2\]", re.DOTALL)
 
 
@@ -25,7 +25,7 @@ class Question:
 
     system: str
     parts: dict[str, str]
-    """What is between the marks, by its name."""
+    """The texts between the marks, by name."""
     text: str
     body: dict[str, Any]
 
@@ -36,7 +36,7 @@ class Question:
 
     @property
     def is_trial(self) -> bool:
-        """Whether the answers are the ground truth, on which rewards are tried before a run starts."""
+        """True if the answers are the ground truth, on which rewards are tried before a run starts."""
         return all(answer == self.parts.get("reference answer") for answer in self.answers)
 
 
@@ -46,18 +46,18 @@ class JudgeServer:
 
     url: str = ""
     key: str | None = None
-    """The key that it asks for."""
+    """The key that it requires."""
     knows_json_mode: bool = True
     faults: deque[Fault] = field(default_factory=deque)
-    """What becomes of the next requests."""
+    """Faults of the next requests."""
     never_usable: str | None = None
-    """A text: the model's answer to a question about it is not usable."""
+    """A text; the model's answers to questions about it are not usable."""
     at_once: threading.Barrier | None = None
     """Every request waits until as many are there."""
     answered: list[Question] = field(default_factory=list)
     requests: int = 0
     most: int = 0
-    """Largest number of requests at the same time."""
+    """Largest number of concurrent requests."""
     headers: list[dict[str, str]] = field(default_factory=list)
     _running: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,11 +65,11 @@ class JudgeServer:
 
     @property
     def asked(self) -> list[str]:
-        """The questions about a policy's answers that were answered."""
+        """The answered questions about a policy's answers."""
         return [question.system + question.text for question in self.answered if not question.is_trial]
 
     def answer(self, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, str]:
-        """The status and the model's answer."""
+        """Returns the status and the model's answer."""
         with self._lock:
             self.requests += 1
             self.headers.append(headers)
@@ -103,7 +103,7 @@ class JudgeServer:
 
 
 def judged(question: Question) -> dict[str, Any]:
-    """What the model says: an answer is as good as its share of the letters a to m."""
+    """Returns the model's judgment: an answer is as good as its share of the letters a to m."""
     scores = [letters("", answer, "") for answer in question.answers]
     if question.system.startswith("You compare"):
         better = "tie" if scores[0] == scores[1] else "A" if scores[0] > scores[1] else "B"
@@ -116,7 +116,6 @@ def judged(question: Question) -> dict[str, Any]:
 
 @contextmanager
 def judge_server(**settings: Any) -> Iterator[JudgeServer]:
-    """A server on loopback."""
     judge = JudgeServer(**settings)
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The largest tensor that some code creates."""
+"""Finds the largest tensor that some code creates."""
 
 from __future__ import annotations
 

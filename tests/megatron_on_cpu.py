@@ -1,5 +1,8 @@
-"""Lets megatron-core compute on the CPU, with gloo: it asks CUDA for a device, a stream and a generator's state, and
-takes the answers to nothing but PyTorch's own functions. No process outside the tests does this."""
+"""Lets megatron-core compute on the CPU, with gloo.
+
+It asks CUDA for a device, a stream and a generator's state, and passes the answers to PyTorch's own functions only. No
+process outside the tests does this.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
 
 class _Stream:
-    """A stream and its events: on the CPU all is done when a call returns."""
+    """A stream and its events: on the CPU everything is done when a call returns."""
 
     def record_event(self) -> _Stream:
         return self
@@ -31,7 +34,7 @@ STREAM = _Stream()
 
 
 def install() -> None:
-    """Replace what asks for a GPU, for good; everything else computes as before."""
+    """Replaces all queries of a GPU, for good; everything else computes as before."""
     if torch.cuda.current_device.__module__ != __name__:
         _replace(torch.cuda, _of_cuda())
         _replace(torch, _factories())
@@ -45,13 +48,13 @@ def install() -> None:
 
 
 def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron makes arrays of tensors on a GPU alone, but gives them to functions that take nothing else."""
+    """Megatron makes arrays only of tensors on a GPU, but passes them to functions that take nothing else."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Replace it for a while."""
+    """Installs the replacements for the duration of the block."""
     before = [
         (owner, {name: getattr(owner, name) for name in names})
         for owner, names in ((torch.cuda, _of_cuda()), (torch, _factories()), (torch.Tensor, _of_tensors()))

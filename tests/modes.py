@@ -1,4 +1,4 @@
-"""The modes of files and folders that people are given."""
+"""Checks the modes of files and folders that users get."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ FOR_GROUP = 0o027
 
 @contextmanager
 def umask(mask: int) -> Iterator[None]:
-    """Set the umask of this process."""
     before = os.umask(mask)
     try:
         yield
@@ -21,12 +20,12 @@ def umask(mask: int) -> Iterator[None]:
 
 
 def for_group() -> None:
-    """The `setup` of a child whose new files are for the user's group, too, and for nobody else."""
+    """The `setup` of a child whose new files are also readable by the user's group, and by nobody else."""
     os.umask(FOR_GROUP)
 
 
 def others(folder: Path, mask: int) -> dict[str, str]:
-    """What in a folder has another mode than new files and folders have by this umask."""
+    """Returns the files in a folder with another mode than new files and folders have under this umask."""
     found = {}
     for path in (folder, *folder.rglob("*")):
         mode = path.stat().st_mode & 0o777

@@ -26,7 +26,7 @@ class Case:
     outputs: dict[str, Tensor]
 
     def check(self, found: Mapping[str, Tensor]) -> None:
-        """Every recorded output is found again. Masked tokens mean nothing, and are not compared."""
+        """Asserts that the outputs equal the recorded ones, except for masked tokens."""
         mask = self.inputs.get("response_mask")
         for name, expected in self.outputs.items():
             actual = found[name].detach()
@@ -40,7 +40,7 @@ class Case:
 
 
 def _recorded() -> tuple[Case, ...]:
-    """Of every `cases.json` in the folder, with the arrays beside it."""
+    """Returns the cases of every `cases.json` in the folder, with the arrays next to it."""
     found = []
     for listing in sorted(FOLDER.rglob("cases.json")):
         arrays = np.load(listing.parent / "arrays.npz")

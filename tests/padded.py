@@ -32,12 +32,14 @@ COLUMNS = (
 properties = settings(max_examples=50, deadline=None, derandomize=True)
 
 GARBAGE = (0.0, -3.5, 1e30, -1e30)
-"""What may stand where nothing should look."""
+"""Values at masked positions, where no algorithm should look."""
 
 
 @st.composite
 def batches(draw: st.DrawFn, scale: float | None = None) -> Batch:
-    """A mini-batch: trajectories of different lengths, masked tokens in their middle, garbage where it is masked."""
+    """Draws a mini-batch: trajectories of different lengths, masked tokens in their middle, garbage at masked
+    positions.
+    """
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     scale = scale or draw(st.sampled_from([0.1, 1.0, 30.0]))
@@ -55,7 +57,7 @@ def batches(draw: st.DrawFn, scale: float | None = None) -> Batch:
 
 
 def spoiled(batch: Batch, garbage: float) -> Batch:
-    """The same batch with something else at its masked positions."""
+    """Returns the same batch with other values at its masked positions."""
     mask = batch["mask"] > 0
     return {
         name: x.where(mask, garbage if x.is_floating_point() else int(garbage) % 1000) if x.dim() == 2 else x
@@ -65,7 +67,7 @@ def spoiled(batch: Batch, garbage: float) -> Batch:
 
 
 def padded(batch: Batch, columns: int) -> Batch:
-    """The same batch, padded further to the right."""
+    """Returns the same batch, padded further to the right."""
     return {name: torch.nn.functional.pad(x, (0, columns)) if x.dim() == 2 else x for name, x in batch.items()}
 
 
@@ -74,7 +76,7 @@ def rows(batch: Batch, which: Any) -> Batch:
 
 
 def members(union: Any) -> list[type[Algorithm]]:
-    """The classes of a union of algorithms, so that a new one is tested as soon as it is named there."""
+    """Returns the classes of a union of algorithms, so that a new one is tested as soon as it is in the union."""
     if isinstance(union, type):
         return [union]
     return [member for part in get_args(union) for member in members(part) if not isinstance(part, FieldInfo)]

@@ -1,4 +1,4 @@
-"""The most memory that a run of the tests takes, whatever processes it is in."""
+"""Measures the peak memory of a run of the tests, over all its processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERVAL_S = 0.5
 
 
 class PeakMemory:
-    """Watches how much memory of this machine is in use beyond what was in use at the start."""
+    """Watches the memory of this machine in use beyond that at the start."""
 
     def __init__(self) -> None:
         """Start watching."""
@@ -24,11 +24,7 @@ class PeakMemory:
             self.bytes = max(self.bytes, _in_use() - self._before)
 
     def end(self) -> str:
-        """Stop watching.
-
-        Returns:
-            What was seen, for people.
-        """
+        """Stops watching; returns a description of the peak."""
         self._end.set()
         return f"at most {self.bytes / 2**30:.1f} GiB of memory beyond the {self._before / 2**30:.1f} GiB in use before"
 

@@ -14,7 +14,7 @@ _held: list[TextIO] = []
 
 
 def free_port() -> int:
-    """A port that no other process of these tests is given before this one ends.
+    """Returns a port that no other process of these tests gets before this one ends.
 
     It is below the ports that the kernel gives to outgoing connections, which could otherwise take it before its
     server binds it, or while its server restarts.

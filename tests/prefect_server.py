@@ -1,4 +1,4 @@
-"""A Prefect server for the tests of one process; two processes on one SQLite make it answer 503, and wait."""
+"""A Prefect server for the tests of one process; two processes on one SQLite would make it answer 503, and wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ START_S = 600.0
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Only one process at a time is inside, for this folder."""
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -28,8 +27,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def prefect_api(folder: Path, port: int | None = None) -> Iterator[str]:
-    """The URL of a server's API, on a free port unless one is given; its database lies in `folder`. It ends with the
-    block, and with Ctrl-C or a time-out of the whole test run, since it is of the same process group."""
+    """Yields the URL of a server's API, on a free port unless one is given; its database is in `folder`.
+
+    It ends with the block, and with Ctrl-C or a time-out of the whole test run, since it is in the same process group.
+    """
     port = port or free_port()
     environment = os.environ | {
         "PREFECT_HOME": str(folder / "home"),

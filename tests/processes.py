@@ -1,7 +1,7 @@
-"""Drivers in processes of their own, which tests kill, stop and count; the product holds no hook for it.
+"""Drivers in processes of their own, which tests kill, stop and count; the product has no hooks for them.
 
 A child is forked from a server that has imported everything and started nothing (importing takes longer than a run).
-What a child computes is counted, and faults are set, by wrapping classes inside the child.
+Inside the child, wrapped classes count its computations and inject faults.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PRELOAD = (
 
 
 def forking() -> ForkServerContext:
-    """Makes processes that have imported everything and started nothing."""
+    """Returns the context of processes that have imported everything and started nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     return context
@@ -63,13 +63,13 @@ class Fault:
     """A pattern in the key, or in the data if it starts with `{`."""
     when: str = "after"
     count: int = 1
-    """The how-manieth such operation; 0: each of them."""
+    """The number of the operation that fails, from 1; 0: each of them."""
     action: int = signal.SIGKILL
     delay_s: float = 0.0
     outage_s: float = 0.0
-    """For so long, such operations raise an error: before they are done, or after."""
+    """Duration for which such operations raise an error, before or after they are done."""
     until: str = ""
-    """A `put` waits until a record of the log holds this; ``\\1`` in it is what the first group of `match` found."""
+    r"""A `put` waits until a record of the log holds this; ``\\1`` in it is the first group of `match`."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Child:
     counts: Path
 
     def wait(self, timeout: float = 900.0) -> int:
-        """The exit code; a signal's number is negative."""
+        """Returns the exit code; a signal's number is negative."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.signal(signal.SIGABRT)  # the stacks of its threads are the last that it prints
@@ -99,12 +99,12 @@ class Child:
 
     @property
     def computed_shards(self) -> list[tuple[str, int, int]]:
-        """What the worker computed: (stage, iteration, shard)."""
+        """Returns the worker's computations: (stage, iteration, shard)."""
         return [(name, iteration, shard) for name, iteration, shard in self._counted() if shard >= 0]
 
     @property
     def engine_calls(self) -> list[tuple[str, int]]:
-        """What the engines computed: (stage that asks for it, iteration), replays included."""
+        """Returns the engines' computations, replays included: (stage that asks for it, iteration)."""
         return [(name, iteration) for name, iteration, shard in self._counted() if shard < 0]
 
     def _counted(self) -> list[tuple[str, int, int]]:
@@ -114,17 +114,16 @@ class Child:
 
 @dataclass
 class Processes:
-    """Starts children; their output and counts lie in `folder`."""
+    """Starts children; their output and counts are in `folder`."""
 
     folder: Path
     children: list[Child] = field(default_factory=list)
 
     def train(self, config: RunConfig, *faults: Fault, setup: Callable[[], None] | None = None) -> Child:
-        """The train flow, as another Python program would call it."""
+        """Starts the train flow, as another Python program would call it."""
         return self._start(_train, config, faults, setup)
 
     def cli(self, *arguments: object, faults: tuple[Fault, ...] = (), setup: Callable[[], None] | None = None) -> Child:
-        """The command `ratchet`."""
         return self._start(_cli, [str(argument) for argument in arguments], faults, setup)
 
     def _start(self, run: Callable[[Any], None], argument: Any, faults: tuple[Fault, ...], setup: Any) -> Child:
@@ -175,7 +174,7 @@ def _child(
 
 
 def grace(seconds: float) -> None:
-    """The `setup` of a child that abandons its work so long after it was asked to stop."""
+    """The `setup` of a child that abandons its work so many seconds after it was asked to stop."""
     import ratchet.infra.execution.stopping
 
     ratchet.infra.execution.stopping.GRACE_S = seconds
@@ -256,7 +255,7 @@ def _await_record(log: Path, text: str) -> None:
 
 
 def _count(counts: Path) -> None:
-    """Write a line for everything that the engines compute, from inside the engines' own calls."""
+    """Writes a line for every computation of the engines, from inside the engines' own calls."""
     from ratchet.infra.workers.worker import Worker
     from ratchet.rlhf.rollout.hf_engine import HFRollout
     from ratchet.rlhf.train.torch_engine import TorchEngine

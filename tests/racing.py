@@ -26,18 +26,18 @@ from tests.s3_server import moto_server, s3_at
 
 @dataclass
 class Outcome:
-    """What drivers were told."""
-
     terms: list[int] = field(default_factory=list)
-    """Of the claims that they won."""
+    """Terms of the claims that they won."""
     committed: list[int] = field(default_factory=list)
     """Numbers of the shards whose commit was acknowledged."""
     fenced: int = 0
 
 
 def race(url: str, drivers: int, claims: int) -> Outcome:
-    """Let so many drivers claim the run at the same moment, so many times each; after each claim they commit a shard
-    of their own. The log must then say what they were told."""
+    """Lets drivers claim the run at the same moment, so many times each, and commit a shard after each claim.
+
+    Asserts that the log agrees with the answers that they got.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}

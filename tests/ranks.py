@@ -1,4 +1,4 @@
-"""Processes that compute one model together, as the workers of a group do: real ones, which talk through gloo."""
+"""Processes that compute one model together, like the workers of a group, through gloo."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.processes import forking
 P = ParamSpec("P")
 T = TypeVar("T")
 LIMIT_S = 900.0
-"""For a call; a machine that is busy takes a minute."""
+"""Time limit of a call; a busy machine takes a minute."""
 
 
 class Ranks:
-    """Calls a function, by all ranks at once."""
+    """Calls a function on all ranks at once."""
 
     def __init__(self, folder: Path, count: int = 2) -> None:
         context = forking()
@@ -37,7 +37,7 @@ class Ranks:
             self.processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What the function returned, by rank."""
+        """Returns the function's results by rank."""
         assert all(process.is_alive() for process in self.processes), "an earlier call got stuck"
         for pipe in self.pipes:
             pipe.send((function, arguments))
@@ -76,8 +76,10 @@ _others: list[ProcessPoolExecutor] = []
 
 
 def in_another_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in a process that is in no group of ranks, so that it may begin and end one of its own. Groups of
-    this process may be in use: engines of a single process have one, too."""
+    """Calls a function in a process that is in no group of ranks, so that it may start and end a group of its own.
+
+    Groups of this process may be in use: engines of a single process have one, too.
+    """
     if not _others:
         _others.append(ProcessPoolExecutor(1, forking()))
     try:
@@ -89,7 +91,7 @@ def in_another_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwar
 
 @contextmanager
 def only_rank(rank: int, count: int) -> Iterator[None]:
-    """Be one rank of a group whose other ranks do not exist; see `in_another_process`."""
+    """Acts as one rank of a group whose other ranks do not exist; see `in_another_process`."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -103,7 +105,7 @@ def only_rank(rank: int, count: int) -> Iterator[None]:
 
 
 def one_rank_fails(context: Any) -> Any:
-    """A stage that one rank cannot read for, while the other waits for it."""
+    """A stage that fails to read on one rank, while the other waits for it."""
     from ratchet.infra.store.object_store import StoreUnavailable
     from ratchet.rlhf.distributed import ranks
 
@@ -114,7 +116,7 @@ def one_rank_fails(context: Any) -> Any:
 
 
 def one_rank_never_answers(context: Any) -> Any:
-    """A stage in which one rank waits for another for ever."""
+    """A stage in which one rank waits for another forever."""
     from ratchet.rlhf.distributed import ranks
 
     if ranks.rank() == 1:

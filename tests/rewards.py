@@ -9,25 +9,25 @@ from typing import Any
 
 
 def letters(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """The share of the letters a to m, or what the environment says."""
+    """Rewards the share of the letters a to m, or the environment's number."""
     if "REWARD_OF_LETTERS" in os.environ:
         return float(os.environ["REWARD_OF_LETTERS"])
     return sum("a" <= letter <= "m" for letter in solution_str) / max(len(solution_str), 1)
 
 
 def slow_letters(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """A reward that takes its time."""
+    """Rewards like `letters`, slowly."""
     time.sleep(0.3)
     return letters(data_source, solution_str, ground_truth)
 
 
 def digits(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """The share of digits: another reward."""
+    """Rewards the share of digits."""
     return sum(letter.isdigit() for letter in solution_str) / max(len(solution_str), 1)
 
 
 def not_a_number(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """But for the ground truth itself, on which rewards are tried."""
+    """Returns NaN, except for the ground truth itself, on which rewards are tried."""
     return 0.0 if solution_str == ground_truth else float("nan")
 
 
@@ -72,7 +72,7 @@ def fails_on_some(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def fails_on_a_third(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """By prompt and response together, but never on the ground truth itself."""
+    """Raises by prompt and response together, but never on the ground truth itself."""
     if solution_str != ground_truth and sum(map(ord, solution_str + ground_truth)) % 3 == 0:
         raise ValueError("not this one")
     return letters(data_source, solution_str, ground_truth)

@@ -1,4 +1,4 @@
-"""Rewards that fail, or wait, on what a tiny policy writes, and not on what they are tried on before a start."""
+"""Rewards that fail, or wait, on responses of a tiny policy, but not on the trial answers before a start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reward = Callable[[str, str, str, Any], float]
 
 
 def tail_length(solution_str: str, prompt_tail: str, **_: Any) -> float:
-    """Of the end of the prompt."""
+    """Rewards the length of the end of the prompt."""
     return len(prompt_tail)
 
 

@@ -1,5 +1,7 @@
-"""An S3 server of our own: moto, in memory, on loopback. It honours conditional writes, one put at a time: by itself it
-looks whether an object is there, and writes then, so that several of its threads may win a race."""
+"""Runs an S3 server: moto, in memory, on loopback, with conditional writes one at a time.
+
+By itself, moto looks for the object before it writes, so that several of its threads may win a race.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ BUCKET = "ratchet-tests"
 
 @contextmanager
 def s3_at(endpoint: str) -> Iterator[str]:
-    """The URL of the bucket of a server. While it is open, the environment leads s3fs and pyarrow there, in child
-    processes, too."""
+    """Yields the URL of a server's bucket. While it is open, the environment leads s3fs and pyarrow there, in children
+    too."""
     import s3fs
 
     before = {name: os.environ.get(name) for name in (*CREDENTIALS, "AWS_ENDPOINT_URL")}
@@ -54,7 +56,7 @@ def make_bucket(endpoint: str) -> None:
 
 @contextmanager
 def moto_server() -> Iterator[str]:
-    """The URL of moto, with a bucket."""
+    """Yields the URL of moto, with a bucket."""
     port = free_port()
     command = [sys.executable, "-m", "tests.s3_server", str(port)]
     process = subprocess.Popen(

@@ -40,7 +40,6 @@ def trajectory(
 
 
 def letters_of(text: str) -> list[int]:
-    """The tokens of a text, each a letter."""
     return [ord(letter) for letter in text]
 
 
@@ -66,5 +65,5 @@ def pool_of(
 
 
 def written(prompt: Any, text: str) -> TrialAnswer:
-    """An answer of a policy whose tokens are letters, after a prompt without a chat template."""
+    """Returns an answer of a policy whose tokens are letters, after a prompt without a chat template."""
     return TrialAnswer("", letters_of(text), text)

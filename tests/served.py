@@ -18,8 +18,10 @@ _running: list[subprocess.Popen[bytes]] = []
 
 
 def served(command: Sequence[str | Path], port: int, log: Path, environment: Mapping[str, str]) -> str:
-    """The URL of a server on loopback that a command starts, as soon as it answers. It ends with `end_servers` or with
-    this process; it is in a session of its own, so that all its processes end."""
+    """Starts a server on loopback; returns its URL as soon as it answers.
+
+    It ends with `end_servers` or with this process; it is in a session of its own, so that all its processes end.
+    """
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -43,6 +45,5 @@ def served(command: Sequence[str | Path], port: int, log: Path, environment: Map
 
 @atexit.register
 def end_servers() -> None:
-    """End all servers."""
     while _running:
         child_processes.end(_running.pop())

@@ -14,7 +14,7 @@ STAND_INS = Path(__file__).parent / "sglang_stand_ins"
 
 
 def serving(folder: Path, *, seeded: bool = True) -> str:
-    """The URL of a server of a model; see `served`. Unless it is `seeded`, it ignores the seeds of requests."""
+    """Starts a server of a model; returns its URL, see `served`. Unless `seeded`, it ignores the seeds of requests."""
     port = free_port()
     options: dict[str, object] = {
         "host": "127.0.0.1",

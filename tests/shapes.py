@@ -1,4 +1,4 @@
-"""The type checker that holds calls to the shapes in their hints; an int may stand for a float, as Python has it."""
+"""The type checker that checks the shapes in the hints of calls; an int may stand for a float, as in Python."""
 
 from beartype import BeartypeConf, beartype
 

@@ -1,4 +1,4 @@
-"""A store that fails at chosen operations, with a clock that jumps. It replaces the network in tests of the log."""
+"""A store that fails at chosen operations, with a clock that jumps; replaces the network in tests of the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with one request: whether it takes effect, and what its sender hears.
+    """A fault of one request: whether it takes effect, and the answer that its sender gets.
 
     `late` takes effect after `delay_s`. With `overtaken` nothing goes wrong, but another driver claims first.
     """
@@ -41,7 +41,7 @@ class Fault:
 
 
 class Clock:
-    """Sleeping takes no time."""
+    """A clock whose sleeps take no time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -110,7 +110,7 @@ class Memory:
 
 
 class Simulated(Memory):
-    """A store whose requests go wrong as `next_fault` says of each; a request takes a second."""
+    """A store whose requests fail as `next_fault` returns for each; a request takes a second."""
 
     def __init__(self, clock: Clock, overtake: Callable[[], None]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Simulated(Memory):
         self.next_fault: Callable[[str], Fault | None] = lambda kind: None
         self.failed = 0
         self.late: list[tuple[float, Callable[[], object]]] = []
-        """Requests that were given up and are still on their way, and when they arrive."""
+        """Requests that were given up and are still on their way, with their times of arrival."""
 
     def _request(self, kind: str, operation: Callable[[], T]) -> T:
         self.clock.sleep(1.0)
@@ -139,7 +139,7 @@ class Simulated(Memory):
         raise ERRORS["500" if fault.answer == "own 412" and not plausible else fault.answer]()
 
     def land(self) -> None:
-        """The late requests whose time has come take effect."""
+        """Lets the late requests whose time has come take effect."""
         due = [operation for at, operation in self.late if at <= self.clock.now]
         self.late = [(at, operation) for at, operation in self.late if at > self.clock.now]
         for operation in due:

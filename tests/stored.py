@@ -24,7 +24,6 @@ RUN = "run"
 
 
 def make(folder: Path) -> None:
-    """Make the run and everything that its config names in an empty folder."""
     shape = {"hidden": 8, "layers": 1, "intermediate": 8, "heads": 2, "key_value_heads": 1}
     tiny.model_folder(folder / "model", **shape)
     tiny.reward_model_folder(folder / "judge", folder / "model")

@@ -6,5 +6,5 @@ from typing import Any
 
 
 def distinct_letters(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """The share of the letters a to m, each of which counts once: a stricter `letters`."""
+    """Rewards the share of the letters a to m, counting each once: a stricter `letters`."""
     return len({letter for letter in solution_str if "a" <= letter <= "m"}) / max(len(solution_str), 1)

@@ -1,7 +1,7 @@
-"""Which tests run when: `make test` leaves slow tests out, `make test-all` runs all, CI runs a part of the slow ones.
+"""Selects the tests that run: `make test` leaves out slow tests, `make test-all` runs all, CI runs some slow ones.
 
-A test is slow if it is marked so, if it needs what `make test` does not install, if it is a case of a `sampled` test
-that is not drawn on this day, or if it starts whole runs without the mark `promise`. Days are numbered:
+A test is slow if it is marked so, if it needs an extra that `make test` does not install, if it is a case of a
+`sampled` test that is not drawn on this day, or if it starts whole runs without the mark `promise`. Days are numbered:
 `RATCHET_DAY=739946` repeats one.
 """
 
@@ -20,21 +20,21 @@ DAY = "RATCHET_DAY"
 STARTS_RUNS = {"integration", "crash", "faults"}
 """Folders of tests that start whole runs."""
 SLOW_PARTS = "RATCHET_SLOW_PARTS"
-"""With 3, a third of the slow tests run, another one each day."""
+"""With 3, a third of the slow tests run, another third each day."""
 
 
 def sampled(parts: int) -> pytest.MarkDecorator:
-    """The mark of a test with many similar cases: each day another one of so many parts is not slow."""
+    """Returns the mark of a test with many similar cases: each day another one of so many parts is not slow."""
     return pytest.mark.sampled(parts)
 
 
 def set_day() -> None:
-    """Choose the day, once for all workers of pytest-xdist: midnight may come before all have collected."""
+    """Chooses the day, once for all workers of pytest-xdist: midnight may come before all have collected."""
     os.environ.setdefault(DAY, str(datetime.date.today().toordinal()))
 
 
 def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests as slow, and deselect the slow ones that do not run on this day."""
+    """Marks tests as slow, and deselects the slow ones that do not run on this day."""
     day = int(os.environ[DAY])
     functions: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -60,5 +60,5 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _shuffled(item: pytest.Item) -> tuple[int, str]:
-    """Orders cases in a way that has nothing to do with their parameters, so that a part has some of every kind."""
+    """Returns a sort key unrelated to the parameters of cases, so that each part has some of every kind."""
     return crc32(item.nodeid.encode()), item.nodeid

@@ -27,7 +27,6 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer(letters: str = LETTERS) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each letter."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,7 +49,7 @@ def model_folder(
     letters: str = LETTERS,
     seed: int = 0,
 ) -> Path:
-    """A Llama with random weights and a character tokenizer."""
+    """Writes a Llama with random weights and a character tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -107,11 +106,11 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 def with_own_code(folder: Path, first_line: str = "") -> Path:
-    """Give the model in a folder code of its own, without which neither it nor its tokenizer can be loaded.
+    """Gives the model in a folder code of its own, without which neither it nor its tokenizer can be loaded.
 
     Args:
-        folder: the model's folder.
-        first_line: what each of its modules runs first.
+        folder: The model's folder.
+        first_line: First line of each of its modules.
     """
     for name, code in OWN_CODE.items():
         (folder / name).write_text(f"{first_line}\n{code}")
@@ -137,7 +136,7 @@ def with_own_code(folder: Path, first_line: str = "") -> Path:
 
 @contextmanager
 def chat_generator(folder: Path, *, version: int = 0, interruptible: bool = False) -> Iterator[Generator]:
-    """The generator of a new model in `folder`, whose tokenizer has `CHAT_TEMPLATE`."""
+    """Yields the generator of a new model in `folder`, whose tokenizer has `CHAT_TEMPLATE`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ratchet.rlhf.agents.agent_loop import Generator
@@ -154,12 +153,13 @@ def chat_generator(folder: Path, *, version: int = 0, interruptible: bool = Fals
 
 
 def moe_folder(folder: Path, kind: str, *, scale: float = 10, **changes: Any) -> Path:
-    """A mixture of experts on the same tokens, whose router is sure of itself; `changes` are of its config.
+    """Writes a mixture of experts on the same tokens, with a decided router.
 
     Args:
-        folder: where.
-        kind: its type in transformers: `qwen3_moe` or `mixtral`.
-        scale: how much larger than usual its matrices are.
+        folder: The folder to write.
+        kind: Its type in transformers: `qwen3_moe` or `mixtral`.
+        scale: Factor of its matrices, relative to the usual ones.
+        changes: Keys of its config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -186,7 +186,7 @@ def moe_folder(folder: Path, kind: str, *, scale: float = 10, **changes: Any) ->
 
 
 def reward_model_folder(folder: Path, base: Path, *, process: bool = False, labels: int = 1, **changes: Any) -> Path:
-    """A classifier on the same tokens, with random weights; `changes` are of its config."""
+    """Writes a classifier on the same tokens, with random weights; `changes` are keys of its config."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
 
@@ -210,7 +210,7 @@ def prompt_file(path: Path, prompts: int = 16, seed: int = 7) -> Path:
 
 
 def config(root: Path, **changes: Any) -> RunConfig:
-    """A PPO run of three iterations in `root`; `changes` are dotted keys with ``__`` for dots."""
+    """Returns a PPO run of three iterations in `root`; `changes` are dotted keys with ``__`` for dots."""
     tree: dict[str, Any] = {
         "run": {"name": "tiny", "store": f"file://{root}/runs"},
         "model": {"path": str(root / "model"), "dtype": "float32"},
@@ -226,7 +226,7 @@ def config(root: Path, **changes: Any) -> RunConfig:
 
 
 def workspace(root: Path) -> Path:
-    """A folder with everything that `config` names."""
+    """Returns a folder with everything that `config` names."""
     model_folder(root / "model")
     prompt_file(root / "prompts.parquet")
     return root

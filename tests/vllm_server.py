@@ -11,8 +11,8 @@ from tests.served import served
 
 
 def serving(folder: Path, options: Mapping[str, object] | None = None, **environment: str) -> str:
-    """The URL of a server of a model; see `served`. `options` are of its command line, over those that a run asks
-    for."""
+    """Starts a server of a model; returns its URL, see `served`. `options` of its command line override those of a
+    run."""
     port = free_port()
     options = {
         "logprobs-mode": "processed_logprobs",

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def load_environment(kind: str = "single", turns: int = 3) -> Any:
-    """An environment of verifiers whose rubric counts letters."""
+    """Loads an environment of verifiers whose rubric counts letters."""
     import verifiers
     from datasets import Dataset
 
@@ -43,7 +43,6 @@ def load_environment(kind: str = "single", turns: int = 3) -> Any:
 
 
 def register() -> None:
-    """Register the environment of gymnasium."""
     import gymnasium
 
     class Echo(gymnasium.Env):
@@ -65,7 +64,7 @@ def register() -> None:
 
 
 class Numbers:
-    """No environment of texts."""
+    """An environment without texts."""
 
     def __new__(cls) -> Any:
         import gymnasium

@@ -1,4 +1,4 @@
-"""Ratchet and TRL on equal work, alternating: response tokens per CPU-second, and their ratio.
+"""Compares Ratchet and TRL on equal work, alternating: response tokens per CPU-second, and their ratio.
 
     make bench-trl            # or: python benchmarks/trl/compare.py [--only NAME] [--rounds 5]
 
@@ -37,8 +37,6 @@ TRL = {"grpo": "1.16.0", "ppo": "1.12.0"}
 
 @dataclass(frozen=True)
 class Work:
-    """What both sides do."""
-
     name: str
     algorithm: str
     n: int
@@ -62,15 +60,15 @@ WORKS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU-seconds per iteration of one process."""
+    """CPU-seconds per iteration of one side."""
 
     own: float
     server: float = 0.0
-    """Of the temporary Prefect server."""
+    """CPU-seconds of the temporary Prefect server."""
 
 
 def workspace(root: Path, work: Work) -> None:
-    """Write the models and prompts of both sides."""
+    """Writes the models and prompts of both sides."""
     shape = {"hidden": 256, "layers": 4, "intermediate": 688, "heads": 8, "key_value_heads": 8, "vocabulary": 1024}
     tiny.model_folder(root / "model", **shape)
     tiny.reward_model_folder(root / "reward_model", root / "model")
@@ -83,7 +81,7 @@ def workspace(root: Path, work: Work) -> None:
 
 
 def run(root: Path, work: Work, *, is_trl: bool) -> Cost:
-    """Run one side, and return the mean cost of its counted iterations."""
+    """Runs one side; returns the mean cost of its counted iterations."""
     python = ROOT / f"build/trl-{TRL[work.algorithm]}/bin/python" if is_trl else Path(sys.executable)
     command = [
         str(python),
@@ -109,7 +107,7 @@ def run(root: Path, work: Work, *, is_trl: bool) -> Cost:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """The median, with the smallest and the largest value."""
+    """Formats the median, with the smallest and the largest value."""
     low, middle, high = (f"{value:,.{digits}f}" for value in (min(values), median(values), max(values)))
     return f"{middle} ({low}–{high})"
 

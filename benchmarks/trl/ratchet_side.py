@@ -1,4 +1,4 @@
-"""Ratchet's side of `compare.py`: one training run; prints what each iteration cost, as JSON."""
+"""Ratchet's side of `compare.py`: one training run; prints the cost of each iteration as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's side of `compare.py`: one training run in TRL's own environment; prints what each iteration cost, as JSON.
+"""TRL's side of `compare.py`: one training run in TRL's own environment; prints the cost of each iteration as JSON.
 
 GRPO is TRL's `GRPOTrainer`, PPO its experimental `PPOTrainer`.
 """
@@ -29,7 +29,7 @@ class Marks(TrainerCallback):  # type: ignore[misc]
 
 
 def letters(completions: list[str], **_: Any) -> list[float]:
-    """The rule: the share of letters in a completion."""
+    """Returns the rule's reward: the share of letters in a completion."""
     return [sum(character.isalpha() for character in text) / max(len(text), 1) for text in completions]
 
 

@@ -35,13 +35,13 @@ CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")  # making one takes
 
 
 def run(task: dict[str, Any], base_url: str, api_key: str, model: str) -> dict[str, float]:
-    """Answer one question, with the calculator if the policy asks for it.
+    """Answers one question, with the calculator if the policy asks for it.
 
     Args:
-        task: a row of the dataset: `messages`, `ground_truth` (the answer) and `extra_info`.
-        base_url: of the endpoint.
-        api_key: tells the endpoint which trajectory this is.
-        model: name of the policy.
+        task: A row of the dataset: `messages`, `ground_truth` (the answer) and `extra_info`.
+        base_url: URL of the endpoint.
+        api_key: Tells the endpoint which trajectory this is.
+        model: Name of the policy.
 
     Returns:
         The reward, 1 for the right answer, and how often the tool was called.
@@ -60,7 +60,9 @@ def run(task: dict[str, Any], base_url: str, api_key: str, model: str) -> dict[s
 
 
 def conversations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Conversations that end with a call of the tool, with its result, or, most of them, with a wrong guess."""
+    """Returns conversations that end with a call of the tool, with an answer after its result, or with a wrong
+    guess.
+    """
     draw, system = random.Random(seed), {"role": "system", "content": "tools: calculate"}
     rows = []
     for _ in range(count):

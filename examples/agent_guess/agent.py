@@ -13,13 +13,13 @@ GUESSES = 4  # enough for 15 numbers with binary search
 
 
 def run(task: dict[str, Any], base_url: str, api_key: str, model: str) -> float:
-    """Play one game.
+    """Plays one game.
 
     Args:
-        task: a row of the dataset: `messages`, `ground_truth` (the number to guess) and `extra_info`.
-        base_url: of the endpoint.
-        api_key: tells the endpoint which game this is.
-        model: name of the policy.
+        task: A row of the dataset: `messages`, `ground_truth` (the number to guess) and `extra_info`.
+        base_url: URL of the endpoint.
+        api_key: Tells the endpoint which game this is.
+        model: Name of the policy.
 
     Returns:
         The reward: 1 if the number was guessed.

@@ -39,7 +39,7 @@ def hint(guess: int, secret: int) -> str:
 
 
 def games(count: int, seed: int) -> list[dict[str, Any]]:
-    """Conversations that end with a guess: a random number, whatever the hints before it."""
+    """Returns conversations that end with a random guess, whatever the hints before it."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):

@@ -1,5 +1,4 @@
-"""Preferences that a reward model is trained on: of two solutions to a problem, the one that begins with its largest
-number is preferred.
+"""Writes preferences for a reward model: of two solutions to a problem, the one that starts with its largest number.
 
     python examples/reward_model/preferences.py data/countdown/sft.parquet data/preferences
 

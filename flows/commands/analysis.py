@@ -1,4 +1,4 @@
-"""Commands that say how results came about, or would: bisect, plan, explain, replay."""
+"""Commands that explain results or predict them: bisect, plan, explain, replay."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The command line, `ratchet`: the table of its commands. Each checks its input, starts a flow or opens a run, and
-prints the result; what takes long to import is imported inside it."""
+"""The command line, `ratchet`: the table of its commands.
+
+Each checks its input, starts a flow or opens a run, and prints the result. Slow imports are inside the commands.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(context_settings={"ignore_unknown_options": True})(convert)  # those of the other program
+app.command(context_settings={"ignore_unknown_options": True})(convert)  # the options of the other program
 app.command()(dataset)
 app.command(epilog=config_keys() if "--help" in sys.argv else None)(train)
 command: Callable[..., None]
@@ -47,7 +49,7 @@ app.add_typer(data, name="data")
 
 
 def whole_short_help(app: typer.Typer) -> None:
-    """Let the list of commands show the whole first sentence of each command's help, which Typer would crop."""
+    """Lets the list of commands show the whole first sentence of each command's help, which Typer would crop."""
     for command in app.registered_commands:
         paragraph = (command.callback.__doc__ or "").split("\n\n")[0] if command.callback is not None else ""
         command.short_help = re.split(r"\.(?= |$)", " ".join(paragraph.split()))[0]
@@ -74,7 +76,7 @@ def _options(
 
 
 def main() -> None:
-    """Run a command. A `RatchetError` is printed, a line per mistake, and decides the exit code."""
+    """Runs a command. Prints a `RatchetError`, a line per mistake, and exits with its code."""
     sys.path.append(str(Path.cwd()))  # so that reward functions beside the config can be imported
     # transformers imports DeepSpeed when it saves a model, and DeepSpeed then warns that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)

@@ -18,7 +18,7 @@ from ratchet.infra.runs.comparison import Beside, Comparison, Difference, Flip, 
 from ratchet.rlhf.errors import counted
 
 ROWS = 10
-"""The number of iterations of training that the table shows."""
+"""Number of iterations of training that the table shows."""
 PART = 150
 """Characters shown of each end of a long prompt or response."""
 PLACES: dict[Kind, str] = {"validation": "the validation before iteration", "train": "the training of iteration"}
@@ -28,15 +28,7 @@ EACH: dict[Kind, str] = {"validation": "validations", "train": "iterations of tr
 def show(
     console: Console, comparison: Comparison, flips: int, at_least: float | None, format: Literal["table", "json"]
 ) -> None:
-    """Print a comparison.
-
-    Args:
-        console: where.
-        comparison: what to print.
-        flips: the largest number of flipped prompts to show.
-        at_least: the margin whose outcome is printed as well; None: none.
-        format: tables, or one JSON document that holds everything.
-    """
+    """Prints a comparison with at most `flips` flipped prompts, and the outcome of the margin `at_least`."""
     if format == "json":
         print(json.dumps(asdict(comparison), ensure_ascii=False))
         return
@@ -71,7 +63,7 @@ def _what_they_share(comparison: Comparison) -> str:
 
 
 def _table(console: Console, kind: Kind, every_difference: Sequence[Difference], beside: dict[int, Beside]) -> None:
-    """The differences of one kind; the newest ones, if they are of training."""
+    """Prints the differences of one kind; the newest ones if they are of training."""
     differences = [difference for difference in every_difference if difference.kind == kind]
     if not differences:
         return
@@ -137,7 +129,7 @@ def _flipped(console: Console, comparison: Comparison, limit: int) -> None:
 
 
 def _telling(flip: Flip) -> int:
-    """The pair of answers whose scores differ most in the direction of the flip."""
+    """Returns the pair of answers whose scores differ most in the direction of the flip."""
     sign = 1 if flip.solved_by == "B" else -1
     return max(range(len(flip.a)), key=lambda answer: sign * (flip.b[answer].score - flip.a[answer].score))
 
@@ -147,7 +139,6 @@ def _short(text: str) -> str:
 
 
 def _left_out(comparison: Comparison) -> list[str]:
-    """What is not compared, a line each."""
     lines = [
         f"left out: {counted(number, 'answer')} in {EACH[kind]} without a counterpart in the other run"
         for kind, number in comparison.unpaired.items()
@@ -165,7 +156,7 @@ def _left_out(comparison: Comparison) -> list[str]:
 
 
 def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
-    """The reward of each run, and the commands that make the scores comparable."""
+    """Names the reward of each run, and the commands that make the scores comparable."""
     names = [run_argument(url) for url in (comparison.a, comparison.b)]
     lines = []
     for place, side in enumerate("AB"):
@@ -178,7 +169,7 @@ def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
         return [*lines, "both score the same answers: the difference is one of the rewards, not of the policies"]
     with_bs = shlex.join(f"{key}={b}" for key, (_, b) in rewards.changed.items())
     again = [f"{name}-rescored" for name in names]
-    if not comparison.same_seed:  # whose training scores do not pair, and rescored runs have no validations
+    if not comparison.same_seed:  # their training scores do not pair, and rescored runs have no validations
         a, b = (f"ratchet evaluate {name}" for name in names)
         if rewards.changed:
             then = f"score answers of A with the reward of B: `{a} {with_bs}`, and compare with the validations of B"
@@ -194,7 +185,6 @@ def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
 
 
 def _verdict(comparison: Comparison) -> str:
-    """The verdict, and what its interval covers."""
     where = f"in {PLACES[comparison.kind]} {comparison.iteration} over {counted(comparison.prompts, 'prompt')}"
     if comparison.doubt == "different rewards":
         return f"cannot tell: the scores are of different rewards, {where}"
@@ -210,7 +200,6 @@ def _verdict(comparison: Comparison) -> str:
 
 
 def _noise(comparison: Comparison) -> str:
-    """What the interval of the verdict covers."""
     if comparison.kind == "validation" and comparison.validations == 1:
         return (
             "the interval covers the noise of the prompts, and a guess at that of training, which one validation "

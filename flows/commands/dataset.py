@@ -1,4 +1,4 @@
-"""`ratchet dataset`: makes training data of the trajectories of runs."""
+"""`ratchet dataset`: turns the trajectories of runs into training data."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ def dataset(
 
 
 def _show(made: Dataset, output: str) -> None:
-    """Print what became of the trajectories."""
     table = Table("", "", box=box.SIMPLE_HEAD, show_header=False)
     table.columns[0].justify = "right"
     table.add_row(f"{made.trajectories:,}", "trajectories")

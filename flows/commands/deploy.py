@@ -50,5 +50,6 @@ def worker(
     """Start a Prefect worker that runs deployed flows on this machine."""
     needs_server()
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+    # `execv` discards buffered output
     sys.stdout.flush()
     os.execv(sys.executable, [*command, *(["--run-once"] if once else [])])  # so that signals reach it

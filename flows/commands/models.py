@@ -108,8 +108,8 @@ def evaluation_config(
     changes: Mapping[str, object],
     overrides: Sequence[str],
 ) -> tuple[RunConfig, int]:
-    """The config, with changes, to evaluate a model folder, or a snapshot of a run, which is exported to `folder`; and
-    the number of iterations of the snapshot, 0 for a model folder."""
+    """Returns the config that evaluates a model folder, or a snapshot of a run, which it exports to `folder`; and the
+    number of iterations of the snapshot, 0 for a model folder."""
     if (Path(name) / "config.json").is_file():
         if iteration is not None:
             raise UserError("--iteration chooses a snapshot of a run, and a model folder has none: leave it out")
@@ -131,7 +131,7 @@ def evaluation_config(
 def exported_config(
     run: Run, version: int, folder: Path, changes: Mapping[str, object], overrides: Sequence[str]
 ) -> RunConfig:
-    """Export a snapshot to `folder`, and return the run's config with that model and with changes."""
+    """Exports a snapshot to `folder`, and returns the run's config with that model and with changes."""
     # reset keys that only training uses
     needed: dict[str, object] = {"model.path": str(folder), "model.lora": None, "algorithm.kl": {}}
     if run.config.rollout.engine.outlives_runs:  # the server may not have the weights of this snapshot
@@ -282,7 +282,6 @@ def push(
 
 
 def _snapshot(run: Run, iteration: int | None, best: bool) -> int:
-    """The version of the snapshot that the options choose."""
     if best and iteration is not None:
         raise UserError("--best and --iteration both choose the snapshot: give only one")
     return run.best_snapshot() if best else run.newest_snapshot() if iteration is None else iteration

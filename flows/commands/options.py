@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ DEFAULT_STORE = "file://./runs"
 
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Complete the name of a run in the store."""
     from ratchet.infra.runs.run import run_names as names_of
 
     store = context.params.get("store") or os.environ.get("RATCHET_STORE", DEFAULT_STORE)
@@ -100,30 +99,24 @@ class DocumentFormat(StrEnum):
 
 
 def url_of(name: str, store: str) -> str:
-    """The URL of a run that the user names.
-
-    Args:
-        name: the run's name in the store, its URL, or the path of its folder.
-        store: the folder of runs.
-    """
+    """Returns the URL of a run that is named by its name in the store, its URL, or the path of its folder."""
     from ratchet.infra.execution.claims import run_url
 
     if "://" in name:
         return name.rstrip("/")
+    # without a slash, the name of a folder may be that of a run
     return f"file://{Path(name).resolve()}" if Path(name).is_dir() and "/" in name else run_url(store, name)
 
 
 def run_argument(url: str) -> str:
-    """What a command of this environment takes for a run: its name in the default store, otherwise its URL.
-
-    Args:
-        url: the run's URL.
+    """Returns the argument by which commands of this environment find a run: its name in the default store, or its
+    URL.
     """
     return url.removeprefix(f"{os.environ.get('RATCHET_STORE', DEFAULT_STORE)}/")
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents. Raises `UserError` if that is not possible."""
+    """Makes a folder and its parents; raises `UserError` if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

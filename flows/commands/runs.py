@@ -1,4 +1,4 @@
-"""Commands that look at runs, and keep their folders in order."""
+"""Commands that show, query, compare and verify runs, and clean up their folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts flows for commands, with a temporary Prefect server where none is named."""
+"""Starts flows for commands, with a temporary Prefect server unless the environment names a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ratchet.rlhf.errors import UserError, counted, reached
 
 
 def announce(config: RunConfig, accept_changes: bool) -> None:
-    """Check everything that a start would, and say what it would do."""
+    """Checks everything that a start would check, and says what it would do."""
     silence_prefect()
     from ratchet.flows.summary import first_prompt, summary
     from ratchet.flows.terminal import progress
@@ -32,7 +32,7 @@ def announce(config: RunConfig, accept_changes: bool) -> None:
 
 
 def drive_run(config: RunConfig, take_over: bool = False, accept_changes: bool = False) -> None:
-    """Start or continue a run until it has all iterations, and say where to look at it."""
+    """Starts or continues a run until it has all iterations, and says which commands show it."""
     server = start_server()
     from ratchet.flows.terminal import progress
     from ratchet.infra.execution.claims import run_url
@@ -57,7 +57,6 @@ def drive_run(config: RunConfig, take_over: bool = False, accept_changes: bool =
 def train_to_the_end(
     config: RunConfig, server: TemporaryServer | None, take_over: bool = False, accept_changes: bool = False
 ) -> None:
-    """Start or continue a run until it has all iterations."""
     from ratchet.flows.terminal import progress
     from ratchet.infra.execution.driver import check_start
     from ratchet.infra.execution.stopping import on_signals
@@ -65,6 +64,7 @@ def train_to_the_end(
     with on_signals(stop_early), progress(console, config.iterations):
         from ratchet.tasks.fingerprints import check_open_iteration
 
+        # before waiting for the server, so that a mistake is reported at once
         check_start(config, take_over=take_over, accept_changes=accept_changes, check=check_open_iteration)
         from ratchet.flows.train import drive
         from ratchet.flows.train import train as flow
@@ -80,7 +80,7 @@ def train_to_the_end(
 
 
 def fit(config: SFTConfig | RewardTraining) -> dict[str, float]:
-    """Run a fine-tuning run, or continue it; returns its last metrics."""
+    """Runs or continues a fine-tuning run; returns its last metrics."""
     make_folder(Path(config.output))
     server = start_server()
     from ratchet.flows.sft import sft as supervise
@@ -96,14 +96,15 @@ def fit(config: SFTConfig | RewardTraining) -> dict[str, float]:
 
 
 def stop_early(*_: object) -> None:
-    """Handle a signal before the driver starts or after it ends. An `Exception` would be lost while a package is
-    imported that catches it; `sys.stderr` refuses to print while it is interrupted."""
+    """Handles a signal before the driver starts or after it ends."""
+    # `sys.stderr` refuses to print while it is interrupted, and a package that catches exceptions while it is
+    # imported would swallow an `Exception`
     os.write(2, b"error: stopped: repeat the command to continue\n")
     raise SystemExit(1)
 
 
 def silence_prefect() -> None:
-    """Silence Prefect; call this before importing it. Errors are printed in one line here instead."""
+    """Silences Prefect, since errors are printed in one line here; must be called before Prefect is imported."""
     silent = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL" if os.environ.get("PREFECT_API_URL") else "PREFECT_LOGGING_LEVEL"
     os.environ.setdefault(silent, "CRITICAL")
     os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")  # a stop may end the server before its client
@@ -111,13 +112,13 @@ def silence_prefect() -> None:
 
 
 def start_server() -> TemporaryServer | None:
-    """Start a temporary Prefect server in the background; None if PREFECT_API_URL names a server."""
+    """Starts a temporary Prefect server in the background; None if PREFECT_API_URL names a server."""
     silence_prefect()
     return None if os.environ.get("PREFECT_API_URL") else TemporaryServer()
 
 
 def wait_for(server: TemporaryServer | None) -> None:
-    """Wait for a temporary server, and tell the user if that takes a while."""
+    """Waits for a temporary server, and tells the user if that takes a while."""
     if server is not None:
         if not server.is_ready:
             console.print("starting Prefect (a temporary server on this machine; 5 to 40 s)")
@@ -125,7 +126,7 @@ def wait_for(server: TemporaryServer | None) -> None:
 
 
 def needs_server() -> None:
-    """Raise `UserError` if PREFECT_API_URL names no server."""
+    """Raises `UserError` if PREFECT_API_URL names no server."""
     if not os.environ.get("PREFECT_API_URL"):
         raise UserError(
             "PREFECT_API_URL is not set: start a server with `prefect server start`, and "

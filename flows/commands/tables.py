@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 
 FOLDED_LINES, FOLDED_CHARACTERS = 3, 200
-"""What all prompts begin with is folded if it has as many lines or characters."""
+"""Lines or characters from which on a common beginning of all prompts is folded."""
 
 
 def status(console: Console, run: Run, last: int) -> None:
-    """Print the stages and metrics of the `last` iterations, and who drives the run."""
+    """Prints the stages and metrics of the `last` iterations, and the driver of the run."""
     if run.is_fit:
         title = f"{run.store.url.rpartition('/')[2]}: a fit, {counted(run.state.iteration, 'round')}"
         if run.state.iteration == 0:
@@ -108,7 +108,6 @@ def _status(console: Console, run: Run, last: int) -> None:
 
 
 def _failures(console: Console, run: Run, metrics: pd.DataFrame) -> None:
-    """Print the first failures of the newest iteration that had some."""
     from ratchet.tasks.failures import METRICS, told  # imports torch
 
     failed = metrics[metrics[[name for name in METRICS if name in metrics]].gt(0).any(axis=1)]
@@ -119,7 +118,6 @@ def _failures(console: Console, run: Run, metrics: pd.DataFrame) -> None:
 
 
 def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: str) -> None:
-    """Print the runs of a store, the newest first."""
     import pandas as pd
 
     if not summaries:
@@ -140,18 +138,12 @@ def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: 
 
 
 def _in_columns(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Align rows in columns, to the left the first two and the last.
-
-    Args:
-        rows: the cells of each row.
-        width: the largest width; None: any. Of a row that is wider, the cells that do not fit are in another line.
-
-    Returns:
-        The lines.
+    """Aligns rows in columns, the first two and the last to the left. Cells beyond the width continue on another
+    line.
     """
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     limit = sum(widths) + 2 * len(widths) if width is None else width
-    # A long name has its own line.
+    # a long name has its own line
     widths[0] = min(widths[0], max(limit - sum(widths[1:-1]) - 2 * (len(widths) - 2), 0))
     lines: list[str] = []
     for row in rows:
@@ -176,7 +168,6 @@ def _cells(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _age(seconds: float) -> str:
-    """A time span in its largest unit, such as 3 h."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds // size:.0f} {unit}"
@@ -193,8 +184,7 @@ def show(
     format: str,
     full: bool = False,
 ) -> None:
-    """Print trajectories of an iteration (None: the last closed one). Without `full`, a table folds what all prompts
-    begin with, such as the system message."""
+    """Prints trajectories of an iteration (None: the last closed one), folding what all prompts share unless `full`."""
     import duckdb
 
     chosen = max(run.state.iteration - 1, 0) if iteration is None else iteration
@@ -241,7 +231,7 @@ def show(
 
 
 def _left_out(run: Run, iteration: int, shown: pd.DataFrame) -> list[str]:
-    """A line about the generated trajectories that some stage has no row of, such as those that failed, if any."""
+    """Describes the generated trajectories that some stage has no row of, such as failed ones."""
     generated = run.trajectories(iteration, ["trajectory_id", "rollout_error"])
     if "trajectory_id" in shown:
         generated = generated[~generated["trajectory_id"].isin(shown["trajectory_id"])]
@@ -258,7 +248,7 @@ def _left_out(run: Run, iteration: int, shown: pd.DataFrame) -> list[str]:
 
 
 def _questions(trajectories: pd.DataFrame, column: str) -> dict[str, str]:
-    """The first message of the user by the text of the prompt, where the prompt has one."""
+    """Returns the first message of the user by the text of the prompt, where the prompt has one."""
     if column != "prompt" or "messages" not in trajectories:
         return {}
     found: dict[str, str] = {}
@@ -270,7 +260,7 @@ def _questions(trajectories: pd.DataFrame, column: str) -> dict[str, str]:
 
 
 def _folded(texts: Sequence[str], questions: Mapping[str, str]) -> list[str]:
-    """Fold what all texts begin with, up to the user's first message, into one line that says how much it is."""
+    """Folds the common beginning of all texts, up to the user's first message, into one line that tells its size."""
     distinct = list(dict.fromkeys(texts))
     if len(distinct) < 2 and not questions.keys() & set(distinct):
         return list(texts)
@@ -288,7 +278,6 @@ def _folded(texts: Sequence[str], questions: Mapping[str, str]) -> list[str]:
 
 
 def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None = None) -> None:
-    """Print a frame as a table, as JSON lines, as CSV or as Markdown."""
     names = [str(name) for name in frame.columns]
     if format == "json":
         print(frame.to_json(orient="records", lines=True) if len(frame) else "", end="")
@@ -309,13 +298,13 @@ def rows(console: Console, frame: pd.DataFrame, format: str, title: str | None =
 
 
 def findings(console: Console, all_findings: Sequence[Finding]) -> None:
-    """Print the findings of a verification, the harmless ones last."""
+    """Prints the findings of a verification, harmless ones last."""
     for finding in sorted(all_findings, key=lambda finding: finding.harmless):
         console.print(visible(f"{finding.key} {finding.what}: {finding.means}"), highlight=False)
 
 
 def compare_scores(console: Console, old: Run, new: Run) -> None:
-    """Print the scores of two runs for the same trajectories, by iteration, and where the new ones are."""
+    """Prints the scores of two runs for the same trajectories, by iteration, and where the new ones are."""
     columns = ["trajectory_id", "score"]
     iterations = range(new.state.iteration)
     both = own_answers(old.trajectories(iterations, columns)).merge(
@@ -338,7 +327,7 @@ def compare_scores(console: Console, old: Run, new: Run) -> None:
 
 
 def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, name: str) -> None:
-    """Print which stages of an iteration stay valid under another config, and where a fork would begin."""
+    """Prints which stages of an iteration stay valid under another config, and where a fork would start."""
     from ratchet.tasks.analysis.plan import first_changed
     from ratchet.tasks.analysis.plan import plan as planned
 
@@ -363,7 +352,7 @@ def plan(console: Console, run: Run, config: RunConfig, iteration: int | None, n
 
 
 def arms(console: Console, tried: Sequence[Arm], page: str) -> None:
-    """Print what the arms of a sweep reached, what they did not have to generate, and the URL of their page."""
+    """Prints the results of the arms of a sweep, the tokens they shared, and the URL of their page."""
     from ratchet.flows.sweep import table
 
     cells = table(tried)
@@ -380,7 +369,7 @@ def arms(console: Console, tried: Sequence[Arm], page: str) -> None:
 
 
 def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack | None, reward: str, limit: int) -> None:
-    """Print where a run's reward and a stricter one part, and the trajectories that show it."""
+    """Prints where a run's reward and a stricter one diverge, and the trajectories that show it."""
     table = Table("it", "the run's reward", "stricter", "gap", "±", box=box.SIMPLE_HEAD)
     for entry in rescored:
         numbers = (entry.reward, entry.strict, entry.gap, entry.error)
@@ -413,7 +402,7 @@ def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack |
 
 
 def _coloured(row: Mapping[Hashable, Any], decode: Decode | None) -> Text:
-    """The tokens of a response: green if their advantage is positive, red if it is negative."""
+    """Colours the tokens of a response: green for a positive advantage, red for a negative one."""
     if decode is None or "advantages" not in row:
         return Text(visible(str(row["response"])))
     from ratchet.flows.ui.documents import token_texts
@@ -427,7 +416,7 @@ def _coloured(row: Mapping[Hashable, Any], decode: Decode | None) -> Text:
 
 
 def lineage(console: Console, origin: Origin, format: str) -> None:
-    """Print a lineage as JSON or as a tree: wrapped on a terminal, and with every line whole in a pipe or a file."""
+    """Prints a lineage as JSON or as a tree, which is wrapped only on a terminal."""
     if format == "json":
         print(json.dumps(asdict(origin), ensure_ascii=False))
     elif console.is_terminal:
@@ -437,7 +426,6 @@ def lineage(console: Console, origin: Origin, format: str) -> None:
 
 
 def tree(origin: Origin) -> Tree:
-    """A lineage as a tree for the terminal."""
     branch = Tree(Text(origin.what, style="bold"))
     for detail in origin.details:
         branch.add(Text(detail, style="dim"))
@@ -447,7 +435,7 @@ def tree(origin: Origin) -> Tree:
 
 
 def write(answers: pd.DataFrame, path: Path) -> None:
-    """Write an evaluation's trajectories as Parquet, with the types of the trajectory schema."""
+    """Writes an evaluation's trajectories as Parquet, with the types of the trajectory schema."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -455,7 +443,9 @@ def write(answers: pd.DataFrame, path: Path) -> None:
 
 
 def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float | None) -> Table:
-    """Mean score by data source, with a 95 % interval over prompts, and statistics of the n answers per prompt."""
+    """Tabulates mean scores by data source, with a 95 % interval over prompts, and statistics of n answers per
+    prompt.
+    """
     table, captions = Table(title=title), list[str]()
     n = int(answers.groupby("prompt_id").size().max())
     for column, what, left_out in (
@@ -497,7 +487,7 @@ def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float 
 
 
 def mean_and_interval(answers: pd.DataFrame) -> tuple[float, float]:
-    """Mean score, and half the width of its 95 % interval (normal approximation over the prompts' means)."""
+    """Returns the mean score, and half the width of its 95 % interval (normal approximation over means of prompts)."""
     prompts = answers.groupby("prompt_id")["score"].mean()
     return float(prompts.mean()), 1.96 * float(prompts.std(ddof=1)) / math.sqrt(len(prompts)) if len(
         prompts
@@ -505,7 +495,6 @@ def mean_and_interval(answers: pd.DataFrame) -> tuple[float, float]:
 
 
 def _short(value: object) -> str:
-    """The text of a cell, safe for a terminal."""
     return visible(_text(value))
 
 

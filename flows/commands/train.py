@@ -1,4 +1,4 @@
-"""Commands that train: a run, its resumption and end, and the fine-tuning runs before it."""
+"""Commands that train: train, resume, stop, and the fine-tuning runs sft and reward-model."""
 
 from __future__ import annotations
 

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LISTED = 200
-"""Trajectories in a list."""
+"""Largest number of trajectories in a list."""
 SAMPLED = 256
 """Trajectories of an iteration from which the scales of colours are computed."""
 CHECK_S = 30.0
-"""Time limit of a check of data files."""
 T = TypeVar("T")
 ORDERS: dict[Order, str] = {
     "best": "score DESC NULLS LAST",
@@ -36,19 +35,10 @@ TEXTS = ("prompt", "response", "ground_truth")
 
 
 def matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories:
-    """List the trajectories that match a filter.
+    """Lists the trajectories that match a filter: the first `LISTED` in its order, the numbers of matching and of all
+    ones, and the damages.
 
-    Args:
-        child: runs the filter.
-        tables: those of the run, of the filter's iteration.
-        wanted: the filter.
-
-    Returns:
-        The first `LISTED` trajectories in the filter's order, the numbers of matching and of all ones, and what could
-        not be read.
-
-    Raises:
-        UserError: DuckDB rejects the condition, or it takes too much time or memory.
+    Raises `UserError` if DuckDB rejects the condition, or it takes too much time or memory.
     """
     listed, damages = _of_readable(tables, lambda readable: _matching(child, readable, wanted))
     return listed.model_copy(update={"damages": damages})
@@ -73,8 +63,8 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
             conditions.append(condition)
             parameters[name] = value
     where = " AND ".join(f"({condition})" for condition in conditions) or "true"
-    # A view, because text that closes the parenthesis and goes on could make a result that fills this process's memory.
-    # A comment in it ends with its line.
+    # a view, because text that closes the parenthesis could otherwise make a result that fills this process's memory;
+    # a comment in it ends with its line
     filtered = f"CREATE TEMP VIEW filtered AS SELECT * FROM trajectories WHERE ({wanted.where.strip() or 'true'}\n)"
     texts = ", ".join(
         f"left({column}, {CLIP}) AS {column}" for column in ("trajectory_id", "prompt_id", "finish_reason", "response")
@@ -102,20 +92,13 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
 def full_rows(
     child: SQLProcess, tables: Tables, iteration: int, trajectory_id: str | None = None
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Read trajectories of an iteration, with the columns of all stages.
+    """Reads trajectories of an iteration, with the columns of all stages.
 
     Args:
-        child: reads them.
-        tables: those of the iteration.
-        iteration: the iteration.
-        trajectory_id: the only one to read; None: the first `SAMPLED` by id.
+        trajectory_id: The only one to read; None: the first `SAMPLED` by id.
 
     Returns:
-        A row per trajectory, without columns of stages that have no commits, and what could not be read. Empty if there
-        is none.
-
-    Raises:
-        UserError: they cannot be read.
+        A row per trajectory, without columns of stages that have no commits, and the damages. Empty if there is none.
     """
     import pandas as pd
 
@@ -136,12 +119,13 @@ def full_rows(
 
 
 def _of_readable(tables: Tables, ask: Callable[[Tables], T]) -> tuple[T, list[str]]:
-    """Ask about what can be read, and name the rest. All data files are read ahead only if one cannot be."""
+    """Asks about the readable files, and names the others."""
     try:
         return ask(tables), []
     except UserError as error:
         if not isinstance(error.__cause__, StatementFailed) or error.__cause__.kind != "unreadable":
             raise
+    # all files are checked only now, since that takes long and damage is rare
     deadline = time.monotonic() + CHECK_S
     damages: dict[str, None] = {}
 
@@ -166,7 +150,7 @@ def _of_readable(tables: Tables, ask: Callable[[Tables], T]) -> tuple[T, list[st
 
 @lru_cache(maxsize=65536)
 def _check(file: DataFile) -> None:
-    """Raise `Corrupt` if a data file is missing or damaged. Others are immutable: they are read once."""
+    """Raises `Corrupt` if a data file is missing or damaged. Sound files are immutable: they are read once."""
     read_verified(ObjectStore(file.url), ObjectRef(key=file.key, sha256=file.sha256))
 
 

@@ -1,4 +1,4 @@
-"""Describes runs as JSON documents. The live page asks for them one by one; a report embeds them."""
+"""Describes runs as JSON documents. The live page requests them one by one; a report embeds them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 Decode = Callable[[tuple[int, ...]], str]
 Metrics = Mapping[str, float]
 Row = Mapping[Any, Any]
-"""A row of a frame, as `DataFrame.to_dict("records")` gives it."""
+"""A row of a frame, from `DataFrame.to_dict("records")`."""
 
 CURVES = {display.name: display.heading for display in shown_in(REPORT)}
 WHOLE_SECONDS = ("timing_s/stages", "timing_s/step")
-"""Times of whole iterations, beside those of their stages."""
+"""Times of whole iterations, in addition to those of their stages."""
 MAIN_KEYS = (
     "model.path",
     "data.train",
@@ -53,26 +53,22 @@ MAIN_KEYS = (
     "critic.lr",
     "run.seed",
 )
-"""Keys of the config that are shown of a single run."""
+"""Keys of the config that are shown for a single run."""
 CLIP = 600
-"""Characters of a response in a list."""
+"""Largest number of characters of a response in a list."""
 
 
 class Document(BaseModel):
-    """A part of the page's data."""
-
     model_config = ConfigDict(frozen=True)
 
 
 class Stage(Document):
-    """A stage of the open iteration."""
-
     name: str
     label: str
     progress: str
-    """As `Run.progress` says it; empty if the stage has no commit."""
+    """From `Run.progress`; empty if the stage has no commit."""
     seconds: float | None
-    """Compute time of what is committed."""
+    """Compute time of the committed shards."""
 
 
 class RunView(Document):
@@ -96,8 +92,6 @@ class RunView(Document):
 
 
 class TrajectoryLine(Document):
-    """A trajectory in a list."""
-
     id: str
     iteration: int
     prompt_id: str
@@ -109,13 +103,13 @@ class TrajectoryLine(Document):
 
 
 class Trajectories(Document):
-    """Trajectories that match a filter: the first ones, and how many there are."""
+    """The first trajectories that match a filter, and their number."""
 
     lines: list[TrajectoryLine]
     matching: int
     total: int
     damages: list[str]
-    """What could not be read, and is left out."""
+    """Data that could not be read, and is left out."""
 
 
 class Turn(Document):
@@ -124,7 +118,7 @@ class Turn(Document):
 
 
 class TrajectoryDocument(Document):
-    """One trajectory, with what its tokens are coloured by."""
+    """One trajectory, with the quantities that colour its tokens."""
 
     id: str
     prompt_id: str
@@ -145,7 +139,6 @@ class TrajectoryDocument(Document):
     """The values of full colour of each quantity, so that trajectories can be compared."""
 
     def line(self) -> TrajectoryLine:
-        """The trajectory in a list."""
         return TrajectoryLine(
             id=self.id,
             iteration=self.iteration,
@@ -161,7 +154,7 @@ Order = Literal["best", "worst", "longest", "shortest"]
 
 
 class Filter(Document):
-    """Which trajectories to list."""
+    """The condition and the order of listed trajectories."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -177,16 +170,11 @@ class Filter(Document):
 
 
 def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: Iterable[str] = ()) -> RunView:
-    """Describe a run.
+    """Describes a run, which the page calls `name`.
 
     Args:
-        run: the run.
-        name: what the page calls it.
-        closed_metrics: the metrics of closed iterations.
-        damages: what could not be read so far.
-
-    Returns:
-        The description; it names what else could not be read.
+        closed_metrics: The metrics of closed iterations.
+        damages: Damages found so far; the description adds those it finds.
     """
     every_damage = dict.fromkeys(damages)
 
@@ -219,8 +207,10 @@ def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: It
 
 
 def _titles(columns: Iterable[str], is_fit: bool) -> dict[str, str]:
-    """Headings of the metrics that are drawn: the score, the validations, then the others. The compute time of stages
-    has none, because it is drawn in one chart."""
+    """Returns headings of the metrics that are drawn: the score, the validations, then the others.
+
+    The compute time of stages has none, because it is drawn in one chart.
+    """
     present = [column for column in columns if column != "iteration"]
     if is_fit:
         return {column: column for column in present}
@@ -243,7 +233,6 @@ def _open_validation(run: Run, damaged: OnDamage) -> list[Metrics]:
 
 
 def _stages(run: Run, damaged: OnDamage) -> list[Stage]:
-    """The stages of the open iteration."""
     from ratchet.tasks.pipeline import stages_of  # imports torch
 
     progress = run.progress(run.state.iteration)
@@ -275,22 +264,14 @@ def _parent(run: Run, damaged: OnDamage) -> str | None:
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     values: dict[str, str] = {}
     for key, value in tree.items():
+        # an empty section is a value itself
         inner = isinstance(value, dict) and value
         values |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": json.dumps(value).strip('"')}
     return values
 
 
 def trajectory(row: Row, decode: Decode | None, scales: Mapping[str, tuple[float, float]]) -> TrajectoryDocument:
-    """Describe a trajectory.
-
-    Args:
-        row: a row with the columns of all stages that have processed it.
-        decode: from `decoder`.
-        scales: from `scales_of`.
-
-    Returns:
-        The description.
-    """
+    """Describes a trajectory, given a row with the columns of all stages that have processed it."""
     ids = tuple(int(token) for token in row["response_ids"])
     quantities = {name: [_number(x) for x in values] for name, values in quantities_of(row).items()}
     return TrajectoryDocument(
@@ -313,14 +294,14 @@ def trajectory(row: Row, decode: Decode | None, scales: Mapping[str, tuple[float
 
 
 def _turns(row: Row) -> list[Turn]:
-    """The turns of a trajectory; for an agent, what was said in its calls."""
+    """Returns the turns of a trajectory; for an agent, the messages of its calls."""
     if len(calls := _array(row.get("calls"))):
         return [Turn(role=role, content=content) for role, content in transcript(calls)]
     return [Turn(**turn) for turn in _array(row.get("turns"))]
 
 
 def quantities_of(row: Row) -> dict[str, np.ndarray[Any, Any]]:
-    """The quantities that tokens may be coloured by, those that the run has."""
+    """Returns the quantities that tokens may be coloured by, as far as the run has them."""
     arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
     old = arrays.get("old_log_probs", arrays["rollout_log_probs"])
     quantities = {"advantage": arrays["advantages"]} if "advantages" in arrays else {}
@@ -330,19 +311,16 @@ def quantities_of(row: Row) -> dict[str, np.ndarray[Any, Any]]:
         quantities["log-prob less the teacher's"] = old - arrays["teacher_log_probs"]
     if "old_log_probs" in arrays:
         quantities["log-prob less the rollout's"] = old - arrays["rollout_log_probs"]
+    # only conversations have tokens that the policy did not write
     if not arrays["response_mask"].all():
         quantities["written by the policy"] = arrays["response_mask"]
     return quantities | ({"entropy": arrays["entropy"]} if "entropy" in arrays else {})
 
 
 def scales_of(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
-    """The values of full colour over some trajectories: the largest 2 % are beyond them.
+    """Returns the values of full colour by quantity, over trajectories with their token columns.
 
-    Args:
-        frame: trajectories with their token columns.
-
-    Returns:
-        The lowest and highest value by quantity: between them is 0, except for the entropy.
+    The largest 2 % are beyond them. 0 is in the middle, except for the entropy.
     """
     by_name: dict[str, list[np.ndarray[Any, Any]]] = {}
     for row in frame.to_dict("records"):
@@ -359,8 +337,7 @@ def scales_of(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
 
 
 def decoder(config: RunConfig) -> Decode | None:
-    """The decode function of the run's tokenizer; None if it cannot be loaded without its own code, or its files are
-    missing: the page needs no model."""
+    """Returns the decode function of the run's tokenizer; None if it has no files, or needs code of its own."""
     try:
         tokenizer = reading_tokenizer(config.model)
     except UserError as reason:
@@ -375,15 +352,15 @@ def decoder(config: RunConfig) -> Decode | None:
 
 
 def token_texts(ids: tuple[int, ...], decode: Decode) -> list[str]:
-    """The text that each token adds.
+    """Returns the text that each token adds.
 
-    Tokens decoded alone lose spaces and parts of characters, so each is decoded together with the tokens before it. A
-    character of several tokens belongs to the last of them.
+    Tokens decoded alone lose spaces and parts of characters, so each is decoded together with the tokens before it.
     """
     texts: list[str] = []
     context = shown = 0  # ids[context:shown] are the tokens before
     for end in range(1, len(ids) + 1):
         text = decode(ids[context:end])
+        # the token ends within a character, which belongs to its last token
         if text.endswith("\ufffd") and end < len(ids):
             texts.append("")
             continue
@@ -393,7 +370,7 @@ def token_texts(ids: tuple[int, ...], decode: Decode) -> list[str]:
 
 
 def _present(value: Any) -> Any:
-    """The value; None if it is a missing one, which pandas may give as NaN."""
+    """Returns the value; None if it is missing, which pandas may represent as NaN."""
     return None if value is None or (isinstance(value, float) and math.isnan(value)) else value
 
 
@@ -406,5 +383,5 @@ def _array(value: Any) -> Sequence[Any]:
 
 
 def _number(value: Any, digits: int = 4) -> float | None:
-    """A value rounded to `digits` digits; None if it is missing or not finite, which JSON cannot express."""
+    """Rounds a value to `digits` digits; None if it is missing or not finite, which JSON cannot express."""
     return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None

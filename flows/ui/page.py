@@ -1,4 +1,4 @@
-"""Renders the HTML of the page. A report is the same page with everything inside: one file, which asks for nothing."""
+"""Renders the HTML of the page. A report is the same page with everything inside: one file without requests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import jinja2
 
 STATIC = Path(__file__).parent / "static"
 MODULES = ("dom", "address", "source", "charts", "plot", "runs", "trajectories")
-"""The modules that others import, by the name `ui/<module>`."""
+"""Modules that others import, as `ui/<module>`."""
 
 
 def live_page() -> str:
-    """The page as `ratchet ui` serves it, with its files under ``static/``."""
+    """Renders the page as `ratchet ui` serves it, with its files under ``static/``."""
     return _render("ratchet", imports={f"ui/{name}": f"./static/{name}.js" for name in MODULES})
 
 
 def live_policy() -> str:
-    """The Content-Security-Policy of the live page: its own files, and the import map inside it."""
+    """Returns the Content-Security-Policy of the live page: its own files, and the import map inside it."""
     import_map = live_page().partition('<script type="importmap">')[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(import_map.encode()).digest()).decode()
     return (
@@ -31,17 +31,12 @@ def live_policy() -> str:
 
 
 def report_page(title: str, data: str, arms: Sequence[Mapping[str, str]] = ()) -> str:
-    """The page as one file.
+    """Renders the page, with the JSON `data` of its content, as one file.
 
-    Args:
-        title: its title.
-        data: the JSON of what it shows.
-        arms: what is known of the runs as arms of a sweep, by column; shown above everything else.
-
-    Returns:
-        The HTML. Its modules are `data:` URLs in an import map, because a file cannot import its own parts.
+    `arms` has facts about the runs as arms of a sweep, by column; they are shown above everything else.
     """
     styles = (STATIC / "style.css").read_text()
+    # `data:` URLs, because a file cannot import its own parts
     imports = {f"ui/{name}": _data_url((STATIC / f"{name}.js").read_bytes()) for name in MODULES}
     escaped = data.replace("<", "\\u003c")  # so that no string in it ends the script
     main = (STATIC / "main.js").read_text()

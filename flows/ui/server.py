@@ -51,36 +51,28 @@ ANYWHERE = ("0.0.0.0", "::")
 NO_STORE = {"Cache-Control": "no-store"}
 SUMMARIES = TypeAdapter(list[RunSummary])
 LIMITS = SQLLimits(seconds=30.0, memory_bytes=2**31, threads=2)
-"""What the statements of a request may use."""
+"""Limits of the statements of a request."""
 AT_ONCE = 4
-"""Requests that may run statements at the same time."""
+"""Number of requests that may run statements at the same time."""
 RETRY_S = 1
-"""Seconds after which a request that came too soon may come again."""
+"""Seconds after which a refused request may be repeated."""
 KEPT_SCALES = 64
-"""Iterations of a run whose scales are kept."""
+"""Number of iterations of a run whose scales are kept."""
 
 
 class Busy(RatchetError):
-    """Enough statements are running."""
+    """Too many statements are running."""
 
 
 class Opened:
-    """A run that the page shows. It stays open, so that a look at it reads only what was committed since the last."""
+    """A run that the page shows. It stays open, so that each look reads only new commits."""
 
     def __init__(self, url: str) -> None:
-        """Open the run.
-
-        Args:
-            url: its folder.
-
-        Raises:
-            UserError: there is no run.
-            Corrupt: the log is damaged.
-        """
+        """Opens the run at `url`. Raises `UserError` if there is none, `Corrupt` if its log is damaged."""
         self.run: Run = open_run(url)
         self.lock = threading.Lock()
-        """Held while the log, indexes and manifests are read, never while a statement runs: the state changes when the
-        log is read on."""
+        """Held while the log, indexes and manifests are read, since reading the log changes the state; never while a
+        statement runs."""
         self._scales: dict[tuple[int, str], dict[str, tuple[float, float]]] = {}
         self._metrics: list[Metrics] = []
         self._damages: dict[str, None] = {}
@@ -88,14 +80,9 @@ class Opened:
         """Number of closed iterations whose metrics were read."""
 
     def look(self) -> str:
-        """Read the log on to its end.
+        """Reads the log on to its end; returns a version of the page, which changes only with the page.
 
-        Returns:
-            A version of what the page shows of the run: the same, as long as that is the same.
-
-        Raises:
-            UserError: the run is gone, or another one is in its place.
-            Corrupt: the log is damaged.
+        Raises `UserError` if the run is gone, or another one is in its place; `Corrupt` if the log is damaged.
         """
         objects, before = self.run.store.objects, self.run.state
         last = objects.get_if_there(slot_key(before.slot))
@@ -107,31 +94,13 @@ class Opened:
         self._damages[str(damage)] = None
 
     def view(self, name: str) -> RunView:
-        """Describe the run.
-
-        Args:
-            name: what the page calls it.
-
-        Returns:
-            The description.
-        """
         closed = self.run.state.iteration
         self._metrics += self.run.metric_rows(closed - self._read, self._damaged)
         self._read = closed
         return run_view(self.run, name, self._metrics, self._damages)
 
     def tables(self, iteration: int | None) -> tuple[Tables, list[str]]:
-        """Describe what statements about the run can read.
-
-        Args:
-            iteration: the iteration that they are about; None: all.
-
-        Returns:
-            The tables, and what is left out because it is damaged.
-
-        Raises:
-            UserError: there is no such iteration.
-        """
+        """Returns the tables that statements about an iteration (None: all) can read, and the damages left out."""
         damages: dict[str, None] = {}
 
         def damaged(damage: Corrupt) -> None:
@@ -145,19 +114,6 @@ class Opened:
             return tables_of(self.run, chosen, damaged), list(damages)
 
     def trajectory(self, child: SQLProcess, iteration: int, trajectory_id: str) -> TrajectoryDocument:
-        """Describe a trajectory.
-
-        Args:
-            child: runs statements.
-            iteration: its iteration.
-            trajectory_id: its id.
-
-        Returns:
-            The description.
-
-        Raises:
-            UserError: the run has no such trajectory, or it cannot be read.
-        """
         version = self.run.state.sha256  # before the tables: an open iteration may change
         tables, damages = self.tables(iteration)
         frame, unreadable = browsing.full_rows(child, tables, iteration, trajectory_id)
@@ -177,15 +133,9 @@ class Opened:
 
 
 class Pages:
-    """The endpoints: what the page asks about the runs of a store."""
+    """The endpoints of the page's requests about the runs of a store."""
 
     def __init__(self, store_url: str, limits: SQLLimits) -> None:
-        """Serve a store.
-
-        Args:
-            store_url: the folder of runs.
-            limits: what the statements of a request may use.
-        """
         self.store_url = store_url
         self.statements = Statements(limits)
         self._asking = 0
@@ -195,11 +145,9 @@ class Pages:
         self._html, self._policy = live_page(), live_policy()
 
     def page(self, request: Request) -> Response:
-        """The page itself."""
         return HTMLResponse(self._html, headers={"Content-Security-Policy": self._policy})
 
     def runs(self, request: Request) -> Response:
-        """The runs of the store."""
         summaries = runs_of(self.store_url)
         with self._lock:  # a run that was deleted is opened again if it comes back
             names = {summary.name for summary in summaries}
@@ -207,7 +155,7 @@ class Pages:
         return Response(SUMMARIES.dump_json(summaries), media_type="application/json", headers=NO_STORE)
 
     def run(self, request: Request) -> Response:
-        """One run. The answer is empty (304) if the browser has the newest version."""
+        """Answers with 304 and no content if the browser has the newest version."""
         name = request.query_params.get("run", "")
         opened = self._open(name)
         with opened.lock:
@@ -217,7 +165,6 @@ class Pages:
             return _document(opened.view(name), {"ETag": tag, "Cache-Control": "no-cache"})
 
     async def trajectories(self, request: Request) -> Response:
-        """Trajectories of a run that match a filter."""
         values = dict(request.query_params)
         name = values.pop("run", "")
         try:
@@ -234,7 +181,6 @@ class Pages:
         return await self._with_child(request, matching)
 
     async def trajectory(self, request: Request) -> Response:
-        """One trajectory of a run."""
         name, iteration = request.query_params.get("run", ""), request.query_params.get("iteration", "")
         if not iteration.isdecimal():
             raise UserError(f"iteration: {iteration!r} is no number")
@@ -245,7 +191,7 @@ class Pages:
         return await self._with_child(request, single)
 
     async def _with_child(self, request: Request, answer: Callable[[SQLProcess], Response]) -> Response:
-        """Answer with a process that runs statements, which ends if the client leaves. Raises `Busy`."""
+        """Answers with a process that runs statements, which ends if the client leaves. Raises `Busy`."""
         if self._asking == AT_ONCE:
             raise Busy(f"{AT_ONCE} filters are running: try again in a moment")
         self._asking += 1
@@ -272,16 +218,7 @@ class Pages:
 
 
 def app(store_url: str, host: str = "127.0.0.1", limits: SQLLimits = LIMITS) -> Starlette:
-    """The web application.
-
-    Args:
-        store_url: the folder of runs.
-        host: the address that it will listen on.
-        limits: what the statements of a request may use.
-
-    Returns:
-        The application.
-    """
+    """Returns the web application, which will listen on `host`."""
     pages = Pages(store_url, limits)
 
     @asynccontextmanager
@@ -309,16 +246,9 @@ def app(store_url: str, host: str = "127.0.0.1", limits: SQLLimits = LIMITS) -> 
 
 
 def serve(store_url: str, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until interrupted.
+    """Serves until interrupted. `ready` is called with the page's URL once it can be opened. Port 0 is any free one.
 
-    Args:
-        store_url: the folder of runs.
-        host: the address to listen on.
-        port: the port; 0: any free one.
-        ready: called with the page's URL once it can be opened.
-
-    Raises:
-        UserError: the address cannot be used.
+    Raises `UserError` if the address cannot be used.
     """
     from ratchet.tasks import pipeline  # noqa: F401  (imports torch, which the first visitor would have to wait for)
 
@@ -338,7 +268,8 @@ def serve(store_url: str, host: str, port: int, ready: Callable[[str], None]) ->
 
 
 def _names_of(host: str) -> list[str]:
-    """The names in Host headers that are answered; a page of another name may have been rebound to this address."""
+    """Returns the names in Host headers that are answered."""
+    # other names are refused: a page of another site may have rebound its name to this address
     names = [*LOOPBACK, "[::1]", host]
     if host in ANYWHERE:
         names += [socket.gethostname(), socket.getfqdn()]
@@ -347,7 +278,7 @@ def _names_of(host: str) -> list[str]:
 
 
 async def _while_there(request: Request, statements: Statements, answer: Callable[[SQLProcess], Response]) -> Response:
-    """Answer in another thread. If the client leaves, the process ends, and with it the answer."""
+    """Answers in another thread. If the client leaves, the process is killed, and the answer ends."""
     at_work: list[SQLProcess] = []
     has_left = False
     changing = threading.Lock()
@@ -382,7 +313,7 @@ async def _while_there(request: Request, statements: Statements, answer: Callabl
 
 
 class _Guard:
-    """Refuses other sites' requests for data, and keeps the browser from guessing types or telling where it was."""
+    """Refuses requests for data from other sites, and keeps browsers from guessing types or sending referrers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -4,8 +4,6 @@
 >>> run = ratchet.open_run("file://./runs/countdown")
 >>> run.trajectories(columns=["prompt", "response", "score"])
 >>> ratchet.train(ratchet.load_config("examples/countdown.yaml", ["train.iterations=3"]))
-
-A name is imported when it is used, so that reading a run does not import torch or Prefect.
 """
 
 from __future__ import annotations
@@ -60,6 +58,7 @@ def __getattr__(name: str) -> object:
         return version("ratchet-rlhf")
     if name not in _MODULES:
         raise AttributeError(f"module 'ratchet' has no attribute {name!r}")
+    # imported on use, so that reading a run imports neither torch nor Prefect
     value: object = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -1,7 +1,6 @@
-"""Finds the iteration in which the policy began to please the reward without doing what a stricter reward asks for.
+"""Finds the iteration in which the policy began to exploit its reward, as judged by a stricter reward.
 
-Committed generations are scored again, of as few iterations as a binary search needs. Nothing is generated, claimed or
-written.
+A binary search scores as few iterations as it needs again. It generates, claims and writes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ COLUMNS = (
     "reward_error",
 )
 SHARE = 0.1
-"""The gap has begun to open when it has grown by this share of all that it grows."""
+"""Share of the gap's total growth at which it counts as open."""
 CERTAIN = 3.0
 """Standard errors by which a gap has to grow."""
 
@@ -47,47 +46,45 @@ class Rescored:
 
     iteration: int
     reward: float
-    """Mean score that the run gave."""
+    """Mean score in the run."""
     strict: float
-    """Mean score of the stricter reward."""
+    """Mean score under the stricter reward."""
     error: float
-    """Standard error of the gap, over prompts."""
+    """Standard error of the gap over prompts."""
 
     @property
     def gap(self) -> float:
-        """By how much the run's reward is higher."""
         return self.reward - self.strict
 
 
 @dataclass(frozen=True)
 class Hack:
-    """How a reward was exploited."""
+    """An exploited reward."""
 
     iteration: int
-    """The first iteration whose generations show it: the update of the iteration before taught it."""
+    """The first iteration whose generations show it; the update of the iteration before taught it."""
     examples: pd.DataFrame
-    """Its trajectories that show it, those with the highest advantages first: all their columns, `strict` (the stricter
-    score) and `advantage` (mean over the tokens that are learned from)."""
+    """Its trajectories that show it, highest advantages first, with all columns, `strict` (the stricter score) and
+    `advantage` (mean over the tokens in the loss)."""
 
 
 def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[Rescored], Hack | None]:
-    """Search for the iteration in which the gap between the run's reward and a stricter one began to open.
+    """Finds the iteration in which the gap between the run's reward and a stricter one began to open.
 
-    The search assumes that the gap, once it is open, stays open.
+    The search assumes that an open gap stays open.
 
     Args:
-        run: The run.
         reward: The stricter reward function, on the scale of the run's reward.
-        overrides: Changes, such as ``reward.options.strict.limit=3``.
+        overrides: Changes of the config, such as ``reward.options.strict.limit=3``.
 
     Returns:
         The iterations that were scored again, in order, and the hack; None if the gap has not grown by more than its
         noise.
 
     Raises:
-        UserError: if the run has closed fewer than two iterations, the reward does not fit, or there is no consent to
+        UserError: The run has closed fewer than two iterations, the reward does not fit, or there is no consent to
             the run's code.
-        RatchetError: if the stricter reward fails for too many trajectories.
+        RatchetError: The stricter reward fails for too many trajectories.
     """
     last = run.state.iteration - 1
     if last < 1:
@@ -96,6 +93,7 @@ def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[R
         **dict.fromkeys(("reward.model", "reward.judge")),
         "reward.function": reward,
         "reward.options": {},
+        # score in this process
         "pools": {},
         "placement": "colocated",
     }
@@ -109,6 +107,7 @@ def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[R
     def look(iteration: int) -> Rescored:
         report(StepProgress(what="iterations scored again", done=len(results), total=2 + int(np.ceil(np.log2(last)))))
         frame = _scored_again(driver, run, iteration)
+        # by prompt, since the answers to one prompt are not independent
         gaps = (frame["score"] - frame["strict"]).groupby(frame["prompt_id"]).mean()
         error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else 0.0
         scored[iteration] = frame
@@ -131,7 +130,7 @@ def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[R
 
 
 def _scored_again(driver: Driver, run: Run, iteration: int) -> pd.DataFrame:
-    """The trajectories of an iteration with `score` and `strict`."""
+    """Returns the trajectories of an iteration with the columns `score` and `strict`."""
     store = run.store
     manifests = store.manifests(iteration)
     began = state_before(store, iteration, ())

@@ -1,4 +1,4 @@
-"""Traces the lineage of a checkpoint: the update that made it, its inputs, and so on to data, seed and code."""
+"""Traces the lineage of a checkpoint: the update that produced it, its inputs, and so on to data, seed and code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ratchet.tasks.pipeline import update_of
 
 @dataclass(frozen=True)
 class Origin:
-    """A checkpoint or a stage, and what it was made from."""
+    """A checkpoint or a stage, and its origins."""
 
     what: str
     """Title."""
@@ -29,18 +29,9 @@ EARLIER = 5
 
 
 def explain(run: Run, version: int, role: str = "actor") -> Origin:
-    """The lineage of a role's weights: the newest update in full, a few earlier ones in a line each, the first model.
+    """Traces a role's weights: the newest update in full, a few earlier ones in a line each, and the initial model.
 
-    Args:
-        run: The run.
-        version: Number of iterations after which to look at the weights.
-        role: `actor` or `critic`.
-
-    Returns:
-        The weights, and the tree of what they were made from.
-
-    Raises:
-        UserError: if the role is not trained in this run, or has no such version.
+    Raises `UserError` if the run does not train the role, or has no such version.
     """
     newest = run.state.weights.get(role)
     if update_of(role) is None or newest is None:
@@ -55,7 +46,7 @@ def explain(run: Run, version: int, role: str = "actor") -> Origin:
 
 
 def _updates(run: Run, role: str, version: int) -> Iterator[Origin]:
-    """The updates that led to a version, newest first, and the model that the run began with."""
+    """Yields the updates that led to a version, newest first, and the model that the run started with."""
     update, described = update_of(role), set[str]()
     assert update is not None
     oldest = max(0, version - 1 - EARLIER)
@@ -78,7 +69,7 @@ def _updates(run: Run, role: str, version: int) -> Iterator[Origin]:
 
 
 def _stage(run: Run, iteration: int, manifest: Manifest, described: set[str]) -> Origin:
-    """A stage with its whole fingerprint; a stage in `described` is only named."""
+    """Describes a stage with its whole fingerprint; only names it if it is in `described`, to which it is added."""
     title = f"iteration {iteration}: {manifest.stage}"
     if manifest.stage in described:
         return Origin(f"{title} (as above)")
@@ -106,7 +97,7 @@ def _output(manifest: Manifest) -> str:
 
 
 def _claim(run: Run, iteration: int, manifest: Manifest) -> Claim | None:
-    """The claim of the driver that committed a stage; None if its term is not among those of the iteration."""
+    """Returns the claim of the driver that committed a stage; None if its term is not among those of the iteration."""
     state = run.store.iteration_state(iteration)
     stage = state.stages[manifest.stage]
     assert not isinstance(stage, Skip), "a skipped stage has no manifest"

@@ -1,4 +1,4 @@
-"""Predicts which stages a changed config would run again, and where a fork must begin to share the others."""
+"""Predicts which stages would run again under a changed config, and where a fork must start to share the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ratchet.tasks.stages.validate import VALIDATE
 
 @dataclass(frozen=True)
 class Planned:
-    """Whether a stage of an iteration stays valid under another config."""
+    """The validity of a stage under another config."""
 
     stage: str
     keeps: bool
@@ -34,18 +34,9 @@ class Planned:
 
 
 def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
-    """Compare the committed stages of an iteration with a changed config.
+    """Compares the stages of an iteration, those committed and those that the config has, with a changed config.
 
-    Args:
-        run: The run.
-        config: The changed config.
-        iteration: The iteration to compare.
-
-    Returns:
-        For each stage that the iteration has committed or would have: whether it stays valid, and why not.
-
-    Raises:
-        UserError: there is no consent to the run's code.
+    Raises `UserError` if there is no consent to the run's code.
     """
     consent.require(run.config, config)
     driver = Driver(config, run.store)
@@ -72,29 +63,18 @@ def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
 
 
 def first_changed(planned: Iterable[Planned]) -> str | None:
-    """Where a fork must begin.
+    """Returns the first committed stage that does not stay valid; None if all do.
 
-    Args:
-        planned: The result of `plan`.
-
-    Returns:
-        The first committed stage that does not stay valid; None if all do. A validation only counts if nothing else
-        changes, because no stage reads it, and a fork leaves it out if it is not valid.
+    A validation only counts if nothing else changes: no stage reads it, and a fork leaves an invalid one out.
     """
     changed = [entry.stage for entry in planned if not entry.keeps and entry.why != ("not committed",)]
     return next((stage for stage in changed if stage != VALIDATE.name), changed[0] if changed else None)
 
 
 def latest_point(run: Run, config: RunConfig, iteration: int) -> tuple[int, str | None]:
-    """The latest point in an iteration at which a fork may begin.
+    """Returns the latest point in an iteration at which a fork may start: the first stage that depends on a difference.
 
-    Args:
-        run: The parent.
-        config: Config of the fork.
-        iteration: The iteration.
-
-    Returns:
-        The iteration, and the first stage that depends on what differs; None: the fork shares no stage of it.
+    With None as the stage, the fork shares no stage of the iteration.
     """
     committed = run.store.iteration_state(iteration).stages
     if "generate" not in committed:
@@ -106,17 +86,15 @@ def latest_point(run: Run, config: RunConfig, iteration: int) -> tuple[int, str 
 
 
 def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> None:
-    """Make the run that `config` names a fork of `run` that shares everything committed before a point.
+    """Makes the run that `config` names a fork of `run` that shares everything committed before a point.
 
     Args:
-        run: The parent.
-        config: Config of the fork.
-        iteration: The iteration in which the fork begins; it shares all earlier ones.
-        stage: The first stage of that iteration that the fork computes itself, by any of its names, together with the
-            stages that depend on it; the other stages are shared. None: it shares no stage of that iteration.
+        iteration: The iteration in which the fork starts; it shares all earlier ones.
+        stage: The first stage of that iteration that the fork computes itself, by any of its names, together with its
+            dependents; the other stages are shared. None: the fork shares no stage of that iteration.
 
     Raises:
-        UserError: if the run has not reached the point, a shared stage is not valid under the config, or there is no
+        UserError: The run has not reached the point, a shared stage is not valid under the config, or there is no
             consent to the run's code.
     """
     consent.require(run.config, config)
@@ -152,7 +130,7 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
 
 
 def _misfits(run: Run, config: RunConfig, iteration: int) -> set[str]:
-    """Committed stages that the config lacks or gives different inputs, and all stages that depend on them."""
+    """Returns the committed stages that the config lacks or gives different inputs, with their dependents."""
     misfits: set[str] = set()
     for name, stage in run.store.iteration_state(iteration).stages.items():
         if name == "validate" or not isinstance(stage, StageCommit):
@@ -163,16 +141,9 @@ def _misfits(run: Run, config: RunConfig, iteration: int) -> set[str]:
 
 
 def dependents(stage: str, config: RunConfig) -> set[str]:
-    """A stage and all stages that depend on it, directly or not.
-
-    Args:
-        stage: Name of the stage.
-        config: The config that decides which stages there are.
-
-    Returns:
-        Names of stages.
-    """
+    """Returns a stage and all stages that depend on it, directly or not."""
     names = {stage}
+    # one pass is enough: a stage follows its inputs in the pipeline
     for reader in stages_of(config):
         if names & set(reader.reads):
             names.add(reader.name)

@@ -1,6 +1,6 @@
 """Recomputes the committed stages of an iteration, and names the first stage, column and row that differ.
 
-Nothing is claimed or written, so a driver may work on the run at the same time.
+It claims and writes nothing, so a driver may work on the run at the same time.
 """
 
 from __future__ import annotations
@@ -38,17 +38,10 @@ class Replayed:
 
 
 def replay(run: Run, iteration: int) -> Iterator[Replayed]:
-    """Recompute every committed stage of an iteration from its committed inputs, in order.
+    """Recomputes every committed stage of an iteration from its committed inputs, in order.
 
-    Args:
-        run: The run.
-        iteration: A closed iteration, or the open one.
-
-    Yields:
-        The result for each stage; the shards after the first difference of a stage are not recomputed.
-
-    Raises:
-        UserError: if the iteration has committed nothing, or there is no consent to the run's code.
+    The shards after the first difference of a stage are not recomputed. Raises `UserError` if the iteration has
+    committed nothing, or there is no consent to the run's code.
     """
     store = run.store
     committed = store.iteration_state(iteration).stages
@@ -58,7 +51,8 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
         )
     consent.require(run.config)
     manifests, began = store.manifests(iteration), state_before(store, iteration, ())
-    driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)  # without a claim
+    # in this process, without a claim
+    driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)
     for stage in STAGES:
         commit = committed.get(stage.name)
         if commit is None or isinstance(commit, Skip):
@@ -94,7 +88,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
 
 
 def _of_older_code(difference: str, stage: Stage, manifest: Manifest) -> str:
-    """A remark for a stage that differs and was committed by another version of its code."""
+    """Returns a remark for a stage that differs and was committed by another version of its code."""
     then = manifest.fingerprint.parts["version"]
     return (
         f" (of an older release: version {then}, now {stage.version})" if difference and then != stage.version else ""
@@ -102,14 +96,9 @@ def _of_older_code(difference: str, stage: Stage, manifest: Manifest) -> str:
 
 
 def first_difference(committed: pa.Table, now: pa.Table) -> str:
-    """Describe the first difference of two tables, column by column.
+    """Describes the first difference of two tables, column by column; empty if there is none.
 
-    Args:
-        committed: The committed rows.
-        now: The recomputed rows. Columns that `committed` does not have are ignored.
-
-    Returns:
-        The difference, or an empty string.
+    Columns of `now` that `committed` does not have are ignored.
     """
     if not set(committed.column_names) <= set(now.column_names):
         return f"columns {', '.join(committed.column_names)} were committed, now {', '.join(now.column_names)}"

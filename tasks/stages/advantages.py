@@ -39,10 +39,7 @@ class AdvantagesConfig(StageConfig):
 
 
 def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
-    """Compute rewards, advantages, returns and loss mask of every response token.
-
-    Args:
-        context: The batch of the iteration's trajectories, with the columns in `ADVANTAGES.reads`.
+    """Computes rewards, advantages, returns and loss mask of every response token.
 
     Returns:
         Per-token columns, of the lengths of the responses: `token_rewards`, `advantages`, `returns`, `loss_mask`, and
@@ -55,11 +52,13 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     raw_scores = _doubles(batch, "score")
     scores = estimator.clipped(raw_scores)
     by_expert = _by_expert(batch)
+    # only tokens that a policy drew have a KL divergence
     drawn = mask * ~by_expert[:, None]
     token_rewards, metrics, controllers = _token_rewards(context, mask, drawn, scores)
     _, groups = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
     inputs: dict[str, Any] = {"group_ids": torch.from_numpy(groups)}
     is_supervised = torch.zeros_like(by_expert) if config.experts.compares else by_expert
+    # each supervised answer is a group of its own, so that no other is compared with it
     inputs["group_ids"][is_supervised] = len(batch) + torch.arange(int(is_supervised.sum()))
     index, last = torch.from_numpy(trajectory_index(batch)), torch.from_numpy(last_branches(batch))
     teaches = estimator.teaches(scores[last], inputs["group_ids"][last])[index] & ~is_supervised
@@ -90,9 +89,9 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         teacher = batch.padded("teacher_log_probs").double()
         metrics["actor/teacher_kl"] = float(((old - teacher) * drawn).sum() / drawn.sum())
         estimates = estimates + config.distillation(old, teacher, drawn)
-        # the teacher has something to say about every trajectory that the policy wrote
+        # the teacher scores every trajectory of the policy, whatever its reward
         teaches, loss_mask = teaches | ~by_expert, torch.maximum(loss_mask, drawn)
-    estimates = estimates.where(~is_supervised[:, None], mask)  # an advantage of 1
+    estimates = estimates.where(~is_supervised[:, None], mask)  # an advantage of 1: supervised learning
     loss_mask = loss_mask.where(~is_supervised[:, None], mask)
     if not loss_mask.any():
         note(f"iteration {context.iteration} has nothing to learn from: no update changes the weights")
@@ -104,6 +103,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     metrics["actor/loss_tokens_share"] = float(loss_mask.sum() / mask.sum())
     prompt_tokens, response_tokens = batch.lengths("prompt_ids").sum(), mask.sum()
     metrics |= {"perf/prompt_tokens": float(prompt_tokens), "perf/response_tokens": float(response_tokens)}
+    # all tokens if none is learned from, so that the metrics have values
     learned = mask if not teaches.any() else mask * teaches[:, None]
     own = ~by_expert
     metrics |= _metrics(
@@ -136,19 +136,18 @@ def _by_trajectory(
     index: torch.Tensor,
     last: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare trajectories that have several branches: each counts once in its group, by its last branch, and its other
-    branches get the mean of that branch's advantages and returns.
+    """Estimates advantages and returns, shape (batch, response), of trajectories that have several branches.
+
+    Each trajectory counts once in its group, by its last branch. Its other branches get the mean of that branch's
+    advantages and returns.
 
     Args:
         estimator: An estimator that compares the trajectories of a prompt.
         token_rewards: Rewards of the tokens, shape (batch, response).
-        mask: 1 for tokens that are learned from, same shape.
-        inputs: What the estimator needs, with a row per branch.
+        mask: 1 for tokens in the loss, same shape.
+        inputs: The estimator's inputs, with a row per branch.
         index: The number of each row's trajectory, shape (batch,).
         last: The row of each trajectory's last branch, shape (trajectories,).
-
-    Returns:
-        Advantages and returns, shape (batch, response).
     """
     parts = inputs.get("reward_parts")
     chosen = {name: value[last] for name, value in inputs.items() if name != "reward_parts"}
@@ -166,7 +165,7 @@ def _by_trajectory(
 def _token_rewards(
     context: Context[AdvantagesConfig], mask: torch.Tensor, drawn: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
-    """Per-token rewards, metrics, and the state of the KL controller.
+    """Computes per-token rewards, metrics, and the state of the KL controller.
 
     The score goes to the tokens in `token_scores`, and the rest of it, with the length penalty, to the last token that
     the model wrote. The KL penalty is subtracted at every token.
@@ -174,7 +173,7 @@ def _token_rewards(
     Args:
         context: The batch, the config and the controllers' state before this iteration.
         mask: 1 for tokens that the model or an expert wrote, float64, shape (batch, response).
-        drawn: 1 for tokens that a policy drew, same shape: others say nothing about its KL divergence.
+        drawn: 1 for tokens that a policy drew, same shape; only these have a KL divergence.
         scores: Clipped score of each trajectory, float64, shape (batch,).
 
     Returns:
@@ -190,6 +189,7 @@ def _token_rewards(
         scores = scores + penalty
     token_rewards = batch.padded("token_scores", mask.shape[1]).double()
     scores = scores - token_rewards.sum(-1)
+    # the last token that the model wrote; an environment's tokens may follow it
     last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1)
     token_rewards[torch.arange(len(batch)), last] += scores
     if "ref_log_probs" in batch:
@@ -211,14 +211,13 @@ def _token_rewards(
 def _rollout_correction(
     context: Context[AdvantagesConfig], mask: torch.Tensor, loss_mask: torch.Tensor, by_expert: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]:
-    """The loss mask without the rejected tokens, the importance weights, and metrics of the off-policy distance.
+    """Computes the loss mask without rejected tokens, the importance weights, and metrics of the off-policy distance.
 
     Args:
-        context: The batch and the config.
         mask: 1 for tokens that the model or an expert wrote, float64, shape (batch, response).
-        loss_mask: The tokens of `mask` that are learned from; same shape.
-        by_expert: Whether an expert wrote the response, bool, shape (batch,). Experts' tokens are not rejected, have
-            weights of their own, and do not count in the metrics.
+        loss_mask: 1 for the tokens of `mask` in the loss; same shape.
+        by_expert: True if an expert wrote the response, shape (batch,). Experts' tokens are not rejected, have weights
+            of their own, and do not count in the metrics.
 
     Returns:
         The new loss mask; importance weights of the same shape, or None; metrics.
@@ -246,14 +245,14 @@ def _rollout_correction(
 
 
 def _by_expert(batch: TrajectoryBatch) -> torch.Tensor:
-    """Whether an expert wrote the response, bool, shape (batch,)."""
+    """Returns True for responses that an expert wrote, shape (batch,)."""
     return torch.tensor(batch.list("by_expert"), dtype=torch.bool)
 
 
 def _expert_metrics(
     batch: TrajectoryBatch, mask: torch.Tensor, scores: torch.Tensor, by_expert: torch.Tensor
 ) -> dict[str, float]:
-    """Metrics of the answers of experts: their scores, and how probable they are to the policy."""
+    """Computes metrics of the answers of experts: their scores, and how probable they are to the policy."""
     written = mask[by_expert]
     log_probs = batch.padded("old_log_probs").double()[by_expert] * written
     return {
@@ -263,9 +262,9 @@ def _expert_metrics(
 
 
 def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The reward parts that every trajectory has, as tensors of shape (batch,), including `score`.
+    """Returns the reward parts that every trajectory has, including `score`, as tensors of shape (batch,).
 
-    A trajectory whose reward failed has 0 for every part. If all rewards failed, the parts are unknown: the result then
+    A trajectory whose reward failed has 0 for every part. If all rewards failed, the parts are unknown; the result then
     has the `wanted` ones.
     """
     rows = [dict(parts) for parts in batch.list("reward_parts")]
@@ -277,15 +276,10 @@ def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, to
 
 
 def _turns_and_states(batch: TrajectoryBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tell which turn each token belongs to, and what the policy had read right before that turn.
+    """Numbers the turns of tokens and the states in which the policy took them, int64, shape (batch, response).
 
-    Args:
-        batch: The trajectories.
-
-    Returns:
-        The number of the token's turn in its trajectory, and a number for the text that the turn follows: the
-        environment's answer to the turn before, or the prompt. Tokens of the environment belong to the turn that
-        follows them. Both int64, shape (batch, response).
+    The state of a turn is the text before it: the environment's answer to the turn before, or the prompt. Tokens of the
+    environment belong to the turn that follows them.
     """
     lengths = batch.lengths("response_mask")
     turns = np.zeros((len(batch), lengths.max(initial=0)), dtype=np.int64)
@@ -312,19 +306,15 @@ def _metrics(
     estimates: torch.Tensor,
     returns: torch.Tensor,
 ) -> dict[str, float]:
-    """Metrics under the names that are usual in the field.
+    """Computes metrics under the names that are usual in the field.
 
     Args:
-        batch: The trajectories.
         mask: 1 for tokens that the model wrote, shape (batch, response).
-        learned: Whether a token belongs to a trajectory that is learned from; bool, same shape.
+        learned: True for tokens of trajectories in the loss, same shape.
         scores: Score of each trajectory before clipping, shape (trajectories,).
         token_rewards: Rewards of the tokens, shape (batch, response).
         estimates: Advantages, same shape.
         returns: Returns, same shape.
-
-    Returns:
-        Values by metric name.
     """
     prompts = torch.from_numpy(batch.lengths("prompt_ids")).double()
     responses = mask.sum(-1)

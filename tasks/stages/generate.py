@@ -1,4 +1,4 @@
-"""generate: the rollout engine answers the iteration's prompts, shard by shard."""
+"""generate: answers the iteration's prompts with the rollout engine, shard by shard."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ class GenerateSummary(ShardSummary):
     conversations: int = 0
     """Trajectories that may take several turns."""
     cut_in_first_turn: int = 0
-    """Those of them that were at `rollout.max_response_tokens` after one turn of the policy."""
+    """Conversations that reached `rollout.max_response_tokens` in the first turn of the policy."""
     num_turns: dict[int, int] = {}
-    """With an environment or an agent: how many conversations have a number of turns."""
+    """Number of conversations by number of turns, with an environment or an agent."""
     num_branches: dict[int, int] = {}
-    """With an agent: how many trajectories have a number of branches."""
+    """Number of trajectories by number of branches, with an agent."""
     replayed: int = 0
     """Number of trajectories that repeat earlier ones, or that experts wrote."""
 
 
 def shards_of(driver: Driver) -> int:
-    """Number of shards; the maximum, with dynamic sampling."""
+    """Returns the number of shards; the maximum, with dynamic sampling."""
     return -(-driver.config.max_prompts // driver.config.rollout.prompts_per_shard)
 
 
@@ -86,12 +86,12 @@ def samples_dynamically(config: RunConfig) -> bool:
 
 
 def expected_share(config: RunConfig) -> float:
-    """The share of the prompts that a shard gives if the scores of all its prompts differ."""
+    """Returns the share of the prompts that a shard gives if the scores of all its prompts differ."""
     return config.rollout.prompts_per_shard / config.data.prompts_per_iteration
 
 
 def share_that_differs(config: RunConfig, scored: Sequence[Mapping[str, JsonValue]]) -> float:
-    """The share of the prompts that dynamic sampling has; `scored` has a summary per scored shard."""
+    """Returns the share of the prompts that dynamic sampling has; `scored` has a summary per scored shard."""
     differ = sum(ScoreSummary.model_validate(shard).prompts_that_differ for shard in scored)
     return differ / config.data.prompts_per_iteration
 
@@ -129,17 +129,16 @@ class Prompts:
 
     @property
     def partner(self) -> EnvironmentConfig | AgentConfig | None:
-        """What the policy takes turns with."""
+        """The environment or agent that the policy takes turns with."""
         return self.environment or self.agent
 
     @property
     def max_turns(self) -> int:
-        """The largest number of turns of the policy in a trajectory."""
         return 1 if self.partner is None else self.partner.most_turns
 
 
 def _numbers(config: GenerateConfig, shard: int) -> range:
-    """The numbers in the iteration of a shard's prompts."""
+    """Returns the numbers of a shard's prompts in the iteration."""
     sampling = config.dynamic_sampling
     limit = config.drawing.prompts_per_iteration if sampling is None else sampling.max_prompts
     first = shard * config.prompts_per_shard
@@ -147,18 +146,7 @@ def _numbers(config: GenerateConfig, shard: int) -> range:
 
 
 def draws(driver: Driver, iteration: int, shard: int, config: GenerateConfig, cursor: int) -> tuple[int, ...] | None:
-    """Draw the prompts of a shard, if that depends on what the run has committed.
-
-    Args:
-        driver: Driver of the run.
-        iteration: Iteration of the shard.
-        shard: Index of the shard.
-        config: Config of the stage.
-        cursor: Position in the dataset at which the iteration begins.
-
-    Returns:
-        Indices of prompts; None without `data.curriculum`: the worker draws them.
-    """
+    """Draws a shard's prompts from the position `cursor` with `data.curriculum`; None without it: the worker draws."""
     curriculum, numbers = config.drawing.curriculum, _numbers(config, shard)
     if curriculum is None:
         return None
@@ -177,7 +165,7 @@ def draws(driver: Driver, iteration: int, shard: int, config: GenerateConfig, cu
 def replays(
     driver: Driver, iteration: int, shard: int, config: GenerateConfig
 ) -> Mapping[int, Experience | ExpertExperience]:
-    """Draw prompts of a shard together with answers; none without `data.replay`."""
+    """Draws prompts of a shard together with answers; none without `data.replay`."""
     if config.drawing.replay is None:
         return {}
     return draw_experience(
@@ -193,7 +181,6 @@ def replays(
 
 
 def prompts_of(context: Context[GenerateConfig]) -> Prompts:
-    """The prompts of a shard of `generate`; the call has the position at which the iteration begins in the dataset."""
     config = context.config
     dataset = context.resources.dataset(config.drawing.train)
     numbers = _numbers(config, context.shard)
@@ -209,6 +196,7 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
         seeds=drawing.seeds,
     )
     rows = dict(zip(numbers, drawn, strict=True))
+    # prompts that are drawn with their answers replace others
     rows |= {number: dataset.index_of(experience.row) for number, experience in context.call.replayed.items()}
     return Prompts(dataset, list(rows.items()), config.prompt, config.n, sampling, config.environment, config.agent)
 
@@ -218,14 +206,7 @@ def begin(context: Context[GenerateConfig]) -> ShardStart:
 
 
 def generate(context: Context[GenerateConfig]) -> ShardOutput[GenerateSummary]:
-    """Turn the complete trajectories of a shard into rows.
-
-    Args:
-        context: The call and the trajectories.
-
-    Returns:
-        `rollout.n` trajectories for each prompt, and the position after the shard's last prompt.
-    """
+    """Turns the complete trajectories of a shard into rows."""
     prompts = prompts_of(context)
     batch = trajectories(context, prompts)
     generated = [dialogue for dialogue in context.dialogues if dialogue.replayed_from is None]
@@ -251,15 +232,7 @@ def _is_cut_in_first_turn(trajectory: Dialogue) -> bool:
 
 
 def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
-    """Begin `n` trajectories for each prompt.
-
-    Args:
-        context: Gives the tokenizer and the environment.
-        prompts: The prompts.
-
-    Returns:
-        The trajectories, prompt by prompt, without tokens.
-    """
+    """Starts `n` trajectories for each prompt, without tokens, prompt by prompt."""
     dialogues: list[Dialogue] = []
     for number, row in prompts.rows:
         prompt = prompts.dataset[row]
@@ -297,7 +270,7 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
 
 
 def _repeat(dialogue: Dialogue, answer: ReplayedAnswer) -> None:
-    """Complete a trajectory with an answer that its prompt is drawn with."""
+    """Completes a trajectory with an answer that its prompt is drawn with."""
     dialogue.restore(
         {
             "ids": answer.ids,
@@ -315,15 +288,9 @@ def _repeat(dialogue: Dialogue, answer: ReplayedAnswer) -> None:
 
 
 def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
-    """The complete trajectories of a shard, with all columns of `generate`: a row each, or with an agent a row for each
-    of their conversations.
+    """Builds the rows of a shard's complete trajectories, one each, or with an agent one for each of its conversations.
 
-    Args:
-        context: Gives the tokenizer and the trajectories.
-        prompts: The prompts.
-
-    Raises:
-        EnvironmentFailed: if too many of the environments failed; see `rollout.environment.max_error_share`.
+    Raises `EnvironmentFailed` if too many of the environments failed; see `rollout.environment.max_error_share`.
     """
     tokenizer, dialogues = context.resources.tokenizer, context.dialogues
     talks, assigned = prompts.partner is not None, context.call.weights
@@ -332,11 +299,13 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
         _check_errors(context.call, dialogues, prompts.partner)
     columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
     for place, trajectory in enumerate(dialogues):
+        # trajectories are in the order of the prompts, `n` of each
         number, row = prompts.rows[place // prompts.n]
         prompt = prompts.dataset[row]
         text, ids = _encoded(context, prompts, row)
         for branch, dialogue in enumerate(trajectory.conversations):
             has_own_prompt = dialogue is not trajectory
+            # the environment has not rewarded the turns that it has not answered
             unanswered = len(dialogue.turn_ends) - dialogue.answered
             values = {
                 "trajectory_id": dialogue.request.trajectory_id,
@@ -379,7 +348,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
 
 
 def _environment_reward(trajectory: Dialogue, prompts: Prompts) -> float | None:
-    """The reward that the environment gave, or the agent returned."""
+    """Returns the reward of the environment, or the one that the agent returned."""
     if prompts.agent is None:
         return None if prompts.environment is None else trajectory.reward
     return None if trajectory.result is None else trajectory.result.reward

@@ -1,4 +1,4 @@
-"""greedy_baseline: the score of the actor's greedy answer to each prompt, the baseline of ReMax."""
+"""greedy_baseline: scores the actor's greedy answer to each prompt, the baseline of ReMax."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class GreedyBaselineSummary(ShardSummary):
 
 
 def begin(context: Context[GreedyBaselineConfig]) -> ShardStart:
-    """One greedy answer to each prompt."""
     config = context.config
     prompts, _ = _prompts(context.batch)
     ids = zip(prompts.list("prompt_id"), prompts.list("prompt_ids"), strict=True)
@@ -54,13 +53,13 @@ def begin(context: Context[GreedyBaselineConfig]) -> ShardStart:
 
 
 def _prompts(batch: TrajectoryBatch) -> tuple[TrajectoryBatch, np.ndarray]:
-    """The first trajectory of each prompt, and for each trajectory the number of its prompt."""
+    """Returns the first trajectory of each prompt, and for each trajectory the number of its prompt."""
     _, first, of_row = np.unique(batch.numpy("prompt_id").astype(str), return_index=True, return_inverse=True)
     return batch.take(first), of_row
 
 
 def greedy_baseline(context: Context[GreedyBaselineConfig]) -> ShardOutput[GreedyBaselineSummary]:
-    """Score the greedy answers, and write each answer and its score to every trajectory of the prompt."""
+    """Scores the greedy answers, and writes each answer and its score to every trajectory of the prompt."""
     config, batch = context.config, context.batch
     prompts, of_row = _prompts(batch)
     responses = [dialogue.ids for dialogue in context.dialogues]

@@ -1,4 +1,4 @@
-"""old_log_probs: log-probs and entropy of the responses under the actor before its update."""
+"""old_log_probs: computes log-probs and entropy of the responses under the actor before its update."""
 
 from __future__ import annotations
 

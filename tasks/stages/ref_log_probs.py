@@ -1,4 +1,4 @@
-"""ref_log_probs: log-probs of the responses under the frozen reference."""
+"""ref_log_probs: computes log-probs of the responses under the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reward_model: the reward model's score of every response, or of each of its steps."""
+"""reward_model: scores every response, or each of its steps, with the reward model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def reward_model(context: Context[RewardModelStageConfig]) -> ShardOutput[ShardS
 
 
 def model_scores(context: Context[C], config: ClassifierConfig, batch: TrajectoryBatch) -> dict[str, list[Any]]:
-    """Score the responses of a batch with the reward model.
+    """Scores the responses of a batch with the reward model.
 
     Args:
-        context: Gives the reward model and the policy's tokenizer.
+        context: Context with the reward model and the policy's tokenizer.
         config: The section `reward.model`.
         batch: Trajectories with the columns in `REWARD_MODEL.reads`.
 
@@ -58,22 +58,24 @@ def model_scores(context: Context[C], config: ClassifierConfig, batch: Trajector
         by_model = np.flatnonzero(mask)
         lengths = text_lengths(ids, context.resources.tokenizer)
         for step in row_steps:
+            # a step ends at a character of the text: find the model's last token up to it
             end = np.searchsorted(lengths, step.end)
             last = int(np.searchsorted(by_model, end, side="right")) - 1
+            # divided, so that the score of the response is the mean of its steps
             scores[by_model[max(last, 0)]] += step.score / len(row_steps)
         token_scores.append(scores)
     return {"model_score": [float(scores.sum()) for scores in token_scores], "model_token_scores": token_scores}
 
 
 def is_complete(batch: TrajectoryBatch) -> np.ndarray:
-    """Which trajectories no environment's failure ended, as bools of shape (batch,)."""
+    """Returns False for trajectories that a failure of the environment ended, shape (batch,)."""
     if "rollout_error" not in batch:
         return np.ones(len(batch), dtype=bool)
     return np.array([error is None for error in batch.list("rollout_error")], dtype=bool)
 
 
 def _spread(given: dict[str, list[Any]], batch: TrajectoryBatch, complete: np.ndarray) -> dict[str, list[Any]]:
-    """The columns for a whole batch from those of its `complete` trajectories; 0 for the others."""
+    """Extends the columns of the `complete` trajectories to a whole batch, with 0 for the others."""
     token_scores: list[Any] = [None] * len(batch)
     response_scores = [0.0] * len(batch)
     of_complete = zip(given["model_score"], given["model_token_scores"], strict=True)

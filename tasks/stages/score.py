@@ -1,4 +1,4 @@
-"""score: the reward of every response."""
+"""score: computes the reward of every response."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REWARD_READS = (
     "extra_info",
     "turns",
 )
-"""What the reward functions receive, in addition to `trajectory_id`."""
+"""Columns that the reward functions receive, in addition to `trajectory_id`."""
 
 
 class ScoreConfig(StageConfig):
@@ -59,8 +59,10 @@ class ScoreSummary(ShardSummary):
 
 
 def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
-    """Score the trajectories of one shard, and count the prompts whose scores differ. The last branch of a trajectory
-    is scored, and all of them get its score."""
+    """Scores the trajectories of one shard, and counts the prompts whose scores differ.
+
+    The last branch of a trajectory is scored, and all its branches get that score.
+    """
     config, rows = context.config.reward, context.batch
     index, last = trajectory_index(rows), last_branches(rows)
     batch = rows if len(last) == len(rows) else rows.take(last)
@@ -77,6 +79,7 @@ def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
         prompts_that_differ=len(np.unique(group[differ.numpy()])),
     )
     every = {name: [values[number] for number in index] for name, values in columns.items()}
+    # a per-token score belongs to the tokens of the branch that was scored
     is_last = np.isin(np.arange(len(rows)), last)
     every["token_scores"] = [
         value if scored else None for value, scored in zip(every["token_scores"], is_last, strict=True)
@@ -85,8 +88,10 @@ def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
 
 
 def score_metrics(summaries: Sequence[ScoreSummary]) -> dict[str, float]:
-    """Metrics of everything that was scored. In an iteration that learns, `critic/score` is that of `advantages`
-    instead, over the trajectories learned from."""
+    """Computes metrics of everything that was scored.
+
+    In an iteration that learns, `critic/score` is that of `advantages` instead, over the trajectories in the loss.
+    """
     count = sum(shard.scored for shard in summaries)
     errors = sum(shard.errors for shard in summaries)
     metrics = {"reward/errors": float(errors)} if errors else {}
@@ -100,33 +105,28 @@ def score_metrics(summaries: Sequence[ScoreSummary]) -> dict[str, float]:
 
 
 def counting(on_error: OnError, errors: Sequence[str | None]) -> np.ndarray:
-    """Which rewards count, as bools of shape (batch,): with `reward.on_error: drop`, those that did not fail."""
+    """Returns True for rewards that count, shape (batch,): with `reward.on_error: drop`, those that did not fail."""
     return np.array([error is None or on_error != "drop" for error in errors], dtype=bool)
 
 
 def scores(
     context: Context[C], config: RewardConfig, model: ClassifierConfig | None, batch: TrajectoryBatch
 ) -> dict[str, list[Any]]:
-    """Score the responses of a batch: the sum of reward functions, reward model and environment.
+    """Returns the columns of `score`: the sum of reward functions, reward model and environment, and its parts.
 
     Args:
-        context: Context of the stage that scores.
-        config: How rewards are computed.
         model: The reward model to call; None: there is none, or the batch already has its scores.
         batch: Trajectories with the columns in `SCORE.reads`.
 
-    Returns:
-        The columns of `score`, with a value per trajectory.
-
     Raises:
-        RatchetError: if a reward fails and `reward.on_error` is `fail`, or more than `reward.max_error_share` fail.
+        RatchetError: A reward fails and `reward.on_error` is `fail`, or more than `reward.max_error_share` fail.
     """
     complete = is_complete(batch)
     told = _trajectories(batch, context.iteration)
     rewards = _rewards(context, config, told, complete)
     _check_errors(context, config, told, rewards, int(complete.sum()))
     more: list[dict[str, float]] = [{} for _ in rewards]
-    """Rewards of the model and the environment, per trajectory, by their name in the parts."""
+    """Rewards of the model and the environment per trajectory, by their name in the parts."""
     token_scores: list[Any] = [None] * len(rewards)
     weight = 1.0
     if config.model is not None:
@@ -136,6 +136,7 @@ def scores(
         for row, (model_score, steps) in enumerate(zip(given["model_score"], given["model_token_scores"], strict=True)):
             more[row]["model"] = model_score
             if steps is not None:
+                # a trajectory whose reward function failed scores 0 in all
                 factor = weight if rewards[row].error is None else 0
                 token_scores[row] = np.multiply(steps, factor, dtype=np.float32)
     for row, given_reward in enumerate(batch.list("environment_reward") if "environment_reward" in batch else ()):
@@ -163,7 +164,7 @@ def scores(
 def _check_errors(
     context: Context[C], config: RewardConfig, trajectories: Sequence[Trajectory], rewards: Sequence[Score], count: int
 ) -> None:
-    """Fail if the rewards of too many of `count` trajectories failed."""
+    """Raises if the rewards of too many of `count` trajectories failed."""
     pairs = zip(trajectories, rewards, strict=True)
     errors = [(trajectory, reward.error) for trajectory, reward in pairs if reward.error is not None]
     if len(errors) > config.max_error_share * count:
@@ -177,10 +178,8 @@ def _check_errors(
 
 
 def _turn_scores(batch: TrajectoryBatch) -> Iterator[np.ndarray | None]:
-    """The rewards of each trajectory's turns at the last token of each turn, as arrays of the lengths of the responses.
-
-    None without an environment.
-    """
+    """Yields the rewards of each trajectory's turns, placed at the last token of each turn; None without an
+    environment."""
     if "turn_rewards" not in batch:
         return
     mask, lengths = batch.flat("response_mask"), batch.lengths("response_mask")
@@ -192,13 +191,13 @@ def _turn_scores(batch: TrajectoryBatch) -> Iterator[np.ndarray | None]:
             continue
         placed = np.zeros(length, dtype=np.float32)
         for end, reward in zip(ends, rewards, strict=True):
-            if end and mask[first + end - 1]:  # a turn without tokens has no place: its reward is in the rest
+            if end and mask[first + end - 1]:  # a turn without tokens has no place: its reward goes to the last token
                 placed[end - 1] += reward
         yield placed
 
 
 def _trajectories(batch: TrajectoryBatch, iteration: int) -> list[Trajectory]:
-    """What the reward functions receive. Greedy answers lack some columns."""
+    """Builds the arguments of the reward functions. Greedy answers lack some columns."""
     trajectories: list[Trajectory] = []
     names = ("trajectory_id", *REWARD_READS)
     values = [batch.list(name) if name in batch else [None] * len(batch) for name in names]
@@ -232,8 +231,10 @@ def _trajectories(batch: TrajectoryBatch, iteration: int) -> list[Trajectory]:
 def _rewards(
     context: Context[C], config: RewardConfig, trajectories: list[Trajectory], complete: np.ndarray
 ) -> list[Score]:
-    """The scores of the reward functions; 0 for trajectories that are not `complete`. Raises the error of a failed
-    reward if `reward.on_error` is `fail`."""
+    """Returns the scores of the reward functions; 0 for trajectories that are not `complete`.
+
+    Raises the error of a failed reward if `reward.on_error` is `fail`.
+    """
     rewards = [Score(0.0, {}) for _ in trajectories]
     if config.function is None:
         return rewards

@@ -24,17 +24,11 @@ class FilterGroupsConfig(StageConfig):
 
 
 def filter_groups(context: Context[FilterGroupsConfig]) -> ShardOutput[ShardSummary]:
-    """Select trajectories.
+    """Selects trajectories, and writes the range of the scores in each group, `group_spread`.
 
-    With dynamic sampling, keep the first prompts whose scores differ; if there are too few, fill up with the first of
-    the other prompts. Leave out the trajectories whose environment failed and, with `reward.on_error: drop`, those
+    With dynamic sampling, keeps the first prompts whose scores differ; if there are too few, fills up with the first of
+    the other prompts. Leaves out the trajectories whose environment failed and, with `reward.on_error: drop`, those
     whose reward failed.
-
-    Args:
-        context: The batch of scored trajectories.
-
-    Returns:
-        The kept trajectories and the range of the scores in each group, `group_spread`; metrics of the sampling.
     """
     config, batch = context.config, context.batch
     good = counting(config.on_error, batch.list("reward_error")) & is_complete(batch)

@@ -1,4 +1,4 @@
-"""teacher_log_probs: log-probs of the responses under the teacher, which on-policy distillation learns from."""
+"""teacher_log_probs: computes log-probs of the responses under the teacher, for on-policy distillation."""
 
 from __future__ import annotations
 

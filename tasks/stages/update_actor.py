@@ -1,4 +1,4 @@
-"""update_actor: PPO epochs over shuffled mini-batches of the iteration's trajectories."""
+"""update_actor: runs PPO epochs over shuffled mini-batches of the iteration's trajectories."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class UpdateActorConfig(StageConfig):
 
 
 def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
-    """Update the actor; returns metrics."""
     config, batch = context.config, context.batch
     correction, loss = config.rollout_correction, config.loss
     if correction is not None and correction.bypass:
+        # the rollout's log-probs take the place of the actor's
         batch = batch.renamed({"rollout_log_probs": "old_log_probs"})
     if "selection_noise" in loss.needs:
         lengths = batch.lengths("response_ids")

@@ -1,4 +1,4 @@
-"""update_critic: PPO epochs of the value loss over shuffled mini-batches of the iteration's trajectories."""
+"""update_critic: runs PPO epochs of the value loss over shuffled mini-batches of the iteration's trajectories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class UpdateCriticConfig(StageConfig):
 
 
 def update_critic(context: Context[UpdateCriticConfig]) -> dict[str, float]:
-    """Update the critic; returns metrics."""
     config = context.config
     objective = CriticObjective(cliprange_value=config.cliprange_value)
     plan = optimizer_steps(context, config.trainer, config.seed, temperature=1.0)

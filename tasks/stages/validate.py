@@ -1,4 +1,4 @@
-"""validate: the actor answers held-out prompts before the iteration, and the answers are scored."""
+"""validate: answers held-out prompts with the actor before the iteration, and scores the answers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def shards_of(driver: Driver) -> int:
 
 
 def prompts_of(context: Context[ValidateConfig]) -> Prompts:
-    """One shard of the held-out prompts."""
+    """Returns one shard of the held-out prompts."""
     config = context.config
     dataset = context.resources.dataset((config.data,))
     first = context.shard * config.prompts_per_shard
@@ -96,7 +96,6 @@ def begin(context: Context[ValidateConfig]) -> ShardStart:
 
 
 def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
-    """Score the answers to one shard of the held-out prompts."""
     config = context.config
     answers = trajectories(context, prompts_of(context))
     answers = answers.take(last_branches(answers))
@@ -133,7 +132,7 @@ def validation_metrics(summaries: Sequence[ValidateSummary]) -> dict[str, float]
 
 
 def validation_columns(driver: Driver) -> list[str]:
-    """The metrics that a validation of the run may report, besides those of `ratchet.rlhf.metrics`."""
+    """Returns the metrics that a validation of the run may report, in addition to those of `ratchet.rlhf.metrics`."""
     validation = driver.config.validation
     if validation.data is None:
         return []

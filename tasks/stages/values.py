@@ -1,4 +1,4 @@
-"""values: the critic's value of every response token, before its update."""
+"""values: computes the critic's value of every response token, before its update."""
 
 from __future__ import annotations
 

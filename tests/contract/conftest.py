@@ -15,14 +15,14 @@ from tests.tiny import model_folder, moe_folder
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark those that start Megatron, whose parameters say so."""
+    """Marks tests that start Megatron, according to their parameters."""
     if "megatron" in item.name:
         item.add_marker(pytest.mark.needs("megatron"))
 
 
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama whose weights are ten times the usual: what a token's neighbours are then matters to it."""
+    """Returns a tiny Llama with ten times the usual weights, so that a token's neighbours matter to it."""
     folder = model_folder(tmp_path_factory.mktemp("policy"))
     model = load_actor(ModelConfig(path=str(folder)))
     with torch.no_grad():
@@ -35,13 +35,13 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny mixtures of experts by their type in transformers."""
+    """Returns tiny mixtures of experts by their type in transformers."""
     return {kind: moe_folder(tmp_path_factory.mktemp(kind), kind) for kind in ("qwen3_moe", "mixtral")}
 
 
 @pytest.fixture(scope="session")
 def critic_folder(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same backbone as a critic that has an opinion: a new head says 0 everywhere."""
+    """Returns the same backbone as a critic whose head is not zero, as a new one is."""
     folder = tmp_path_factory.mktemp("critic")
     critic = load_critic(ModelConfig(path=str(policy_folder)))
     with torch.no_grad():
@@ -54,8 +54,7 @@ def critic_folder(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def batch() -> TrajectoryBatch:
-    """Prompts and responses of many lengths, one token among them; some have the same prompt, and some tokens are
-    masked."""
+    """Returns prompts and responses of many lengths, also one token; some share a prompt, some tokens are masked."""
     rng = np.random.default_rng(11)
     lengths = [(1, 5), (7, 1), (3, 3), (12, 8), (3, 2), (12, 8), (9, 6), (2, 1)]
     prompts = [rng.integers(3, 78, prompt).tolist() for prompt, _ in lengths]

@@ -39,7 +39,7 @@ def config_file(config: RunConfig, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted(common: Path, workspace: Path, prefect_server: str) -> dict[int, History]:
-    """The runs that tests kill, left alone."""
+    """The histories of the runs that tests kill, left alone."""
     folder = common / "uninterrupted"
     folder.mkdir(exist_ok=True)
     histories = {}

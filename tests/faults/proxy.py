@@ -1,5 +1,4 @@
-"""A proxy before an object store, or Prefect's server, that breaks chosen requests on the wire, where real networks
-do."""
+"""A proxy before an object store, or Prefect's server, that breaks chosen requests on the wire."""
 
 from __future__ import annotations
 
@@ -18,15 +17,14 @@ from typing import Literal
 Action = Literal["503", "409", "slow", "never", "dropped before", "dropped after", "garbled", "racy"]
 SLOW_S, NEVER_S = 1.0, 6.0
 RACE_S = 10.0
-"""For so long a "racy" store, which looks first whether an object is there and writes then, waits between the two for
-another writer of the same object."""
+"""A "racy" store looks for an object before it writes, and waits so long between the two for another writer of the same
+object."""
 ANSWERS = {"503": (503, "SlowDown"), "409": (409, "ConditionalRequestConflict")}
 
 
 @dataclass
 class Rule:
-    """What happens to the next `times` requests whose method and path match; to each of them with probability
-    `share`."""
+    """A fault of the next `times` requests whose method and path match, of each of them with probability `share`."""
 
     method: str
     path: str
@@ -56,7 +54,7 @@ class Proxy(ThreadingHTTPServer):
 
 @contextmanager
 def proxy(port: int, *rules: Rule) -> Iterator[str]:
-    """The URL to use in place of the server on loopback that listens on `port`."""
+    """Yields the URL to use in place of the server on loopback that listens on `port`."""
     server = Proxy(port, list(rules))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -99,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_PATCH = do_DELETE = do_HEAD = _answer
 
     def _is_free(self) -> bool:
-        """Whether the object was not there when this writer looked; it answers when another has looked, too."""
+        """True if the object was not there when this writer looked; answers when another writer has looked, too."""
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream)
         upstream.request("HEAD", self.path)
         free = upstream.getresponse().status == 404

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of what people see."""
+"""Fixtures of the tests of pages and tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOSTILE = '</script><img src=x onerror="hacked=1"><script>hacked=1</script>'
 
 @pytest.fixture(scope="session")
 def shown_runs(common: Path, workspace: Path, prefect_server: str) -> Path:
-    """A folder with runs: `ppo`; `grpo` without reference and validation; forks that are open; one that is hostile."""
+    """Returns a folder with runs: `ppo`; `grpo` without reference and validation; open forks; a hostile one."""
     folder = common / "shown"
     folder.mkdir(exist_ok=True)
     with locked(folder):
@@ -39,7 +39,7 @@ def shown_runs(common: Path, workspace: Path, prefect_server: str) -> Path:
 
 @pytest.fixture(scope="session")
 def other_runs(common: Path, workspace: Path, prefect_server: str) -> Path:
-    """A folder with runs of other kinds: `dialogue`, in which an environment says something; the fits `sft` and
+    """Returns a folder with runs of other kinds: `dialogue`, in which an environment says something; the fits `sft` and
     `judge`, a reward model."""
     folder = common / "other"
     folder.mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ def _make(folder: Path, workspace: Path, hostile: Path) -> None:
 
 
 def _hostile(folder: Path, workspace: Path) -> Path:
-    """A model whose very tokens are markup, so that what it writes is; so are the prompts and what they ask for."""
+    """Returns a model whose tokens are markup, so that its responses are, too, like the prompts and ground truths."""
     shutil.copytree(workspace, folder)
     path = folder / "model" / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -104,20 +104,20 @@ def _hostile(folder: Path, workspace: Path) -> Path:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark those that open pages."""
+    """Marks tests that open pages."""
     if "browser" in getattr(item, "fixturenames", ()):
         item.add_marker(needs("chromium"))
 
 
 @pytest.fixture(scope="module")
 def browser(shown_runs: Path) -> Iterator[Browser]:
-    """A Chromium, which starts after the runs are made."""
+    """Yields a Chromium, which starts after the runs are made."""
     with chromium() as started:
         yield started
 
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """An empty page of 1280 pixels. Requests elsewhere and errors fail the test that uses it."""
+    """Yields an empty page of 1280 pixels. Requests elsewhere and errors fail the test that uses it."""
     with opened(browser) as empty:
         yield empty

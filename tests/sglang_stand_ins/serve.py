@@ -1,5 +1,7 @@
-"""SGLang's server with seeds on the CPU: it heeds them with the attention of GPUs alone. (Each process of the server
-imports this.)"""
+"""Starts SGLang's server with seeds on the CPU, which it otherwise only heeds with the attention of GPUs.
+
+Each process of the server imports this.
+"""
 
 from sglang.srt import batch_invariant_ops
 from sglang.srt.server_args import (

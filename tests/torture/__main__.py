@@ -197,7 +197,7 @@ def _cell(done: int, failed: int) -> str:
 
 
 def _after_a_while(left: Callable[[], list[psutil.Process]], seconds: float = 300.0) -> list[psutil.Process]:
-    """Those that are still there after so long; none, as soon as none is."""
+    """Returns the processes that are still there after so many seconds; returns as soon as none is."""
     deadline = time.monotonic() + seconds
     while (processes := left()) and time.monotonic() < deadline:
         time.sleep(0.2)

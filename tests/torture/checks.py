@@ -1,4 +1,4 @@
-"""What must hold of a run after all that was done to it."""
+"""Checks the invariants of a run after faults."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.history import History
 from tests.torture.kinds import Kind
 
 TEMPORARY_FILES = 16
-"""A killed process leaves at most so many: what tries the store out, and what its threads were writing."""
+"""Largest number that a killed process leaves: its trial of the store, and the files that its threads were writing."""
 
 
 @dataclass
 class Result:
-    """What two runs of a kind have in common."""
+    """The contents that two runs of a kind share."""
 
     bits: dict[str, Any]
     rows: list[int]
 
 
 def history_of(url: str, folder: Path) -> History:
-    """Of a run anywhere: one on S3 is copied first."""
+    """Returns the history of a run anywhere; one on S3 is copied first."""
     if url.startswith("file://"):
         return History.at(Path(url.removeprefix("file://")))
     objects, copy = ObjectStore(url), folder / "copy"
@@ -41,7 +41,6 @@ def history_of(url: str, folder: Path) -> History:
 
 
 def result_of(kind: Kind, url: str, folder: Path) -> Result:
-    """Raises if the run is not sound."""
     history = history_of(url, folder)
     history.check_sound(killed=True)
     rows = [] if kind.is_fit else [len(history.run.trajectories([k])) for k in range(history.state.iteration)]
@@ -49,7 +48,7 @@ def result_of(kind: Kind, url: str, folder: Path) -> Result:
 
 
 def check(kind: Kind, url: str, folder: Path, expected: Result) -> None:
-    """Weights, rows, chain and files are those of a run that was left alone."""
+    """Asserts that weights, rows, chain and files are those of a run that was left alone."""
     result = result_of(kind, url, folder)
     assert len(result.rows) == len(expected.rows), f"{len(result.rows)} iterations, not {len(expected.rows)}"
     if kind.is_exact:
@@ -59,7 +58,7 @@ def check(kind: Kind, url: str, folder: Path, expected: Result) -> None:
 
 
 def named(history: History) -> set[str]:
-    """Keys of all that the records name, and what that names in turn."""
+    """Returns the keys of all objects that the records name, and of those that these name in turn."""
     keys: set[str] = set()
     for commit in history.commits(StageCommit):
         manifest = json.loads((history.folder / commit.manifest.key).read_text())
@@ -75,7 +74,7 @@ def named(history: History) -> set[str]:
 
 
 def check_files(url: str, folder: Path, killed: int) -> None:
-    """After a vacuum, what the log names is there, and nothing else, but for what `killed` processes had in hand."""
+    """Asserts that after a vacuum the run has exactly the files that the log names, and few of `killed` processes."""
     history = history_of(url, folder)
     history.check_sound(killed=False)
     beside = ("log/", "forks/", ".writing/")
@@ -87,7 +86,7 @@ def check_files(url: str, folder: Path, killed: int) -> None:
 
 
 def leftovers(folder: Path) -> list[psutil.Process]:
-    """Processes that were started there and still run."""
+    """Returns processes that were started there and still run."""
     found = []
     for process in psutil.process_iter():
         try:

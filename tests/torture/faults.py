@@ -1,6 +1,6 @@
-"""What is done to a run: kills, contests, sleep, a store that fails, damage, deletion, clocks that are set.
+"""Faults of runs: kills, contests, sleep, a store that fails, damage, deletion, clocks that are set.
 
-Each function does it once, and leaves a run that a plain resume can bring to its end.
+Each function injects one, and leaves a run that a plain resume can bring to its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.torture.kinds import Kind
 
 WAIT_S = 900.0
 OPERATIONS = 100
-"""Writes of a tiny run; about so many."""
+"""Approximate number of writes of a tiny run."""
 MOMENTS = (
     ("create", '{"kind":"claim"'),
     ("create", '{"kind":"shard"'),
@@ -45,7 +45,7 @@ MOMENTS = (
     ("put", "log/tail"),
     ("put", "run.json"),
 )
-"""Those at which something begins or ceases to exist."""
+"""Operations at which something begins or ceases to exist."""
 SAID = (0, 1, 2, 3)
 """Exit codes of commands that end by themselves: done, failed, a user's mistake, another driver."""
 
@@ -72,7 +72,7 @@ class Victim:
         return ObjectStore(self.url)
 
     def start(self, *faults: Fault, take_over: bool = False) -> Child:
-        """A driver, as a user starts it."""
+        """Starts a driver like a user."""
         command = self.kind.command(self.folder, self.store)
         more = ("--take-over",) if take_over and not self.kind.is_fit else ()
         return self.processes.cli(*command, *more, faults=faults, setup=self.setup)
@@ -90,11 +90,11 @@ class Victim:
         return run.is_fit or run.state.iteration == run.config.train.iterations
 
     def finish(self) -> None:
-        """To the end, without further faults. Raises if that fails."""
+        """Drives the run to its end without further faults; raises if that fails."""
         expect(self.start(), 0)
 
     def somewhere(self, action: int = signal.SIGKILL) -> Fault:
-        """A moment in a driver's life: before or after one of its writes, or after an optimizer step."""
+        """Returns a kill at some moment in a driver's life: before or after a write, or after an optimizer step."""
         when = self.random.choice(["before", "after"])
         if self.random.random() < 0.5:
             operation, match = self.random.choice(MOMENTS)
@@ -104,7 +104,7 @@ class Victim:
         return Fault(operation, "", when, count=self.random.randint(1, most), action=action)
 
     def killed(self) -> None:
-        """Start a driver that dies somewhere, if it gets there."""
+        """Starts a driver that dies somewhere, if it gets there."""
         expect(self.start(self.somewhere()), 0, -signal.SIGKILL)
 
 
@@ -134,7 +134,7 @@ def terminations(victim: Victim) -> None:
 
 
 def kills_of_children(victim: Victim) -> None:
-    """Reward processes, engines, workers on Ray: whatever the driver has started."""
+    """Kills what the driver has started: reward processes, engines, workers on Ray."""
     child = victim.start()
     for _ in range(victim.random.randint(1, 2)):
         time.sleep(victim.random.uniform(0.2, 4.0))
@@ -155,7 +155,7 @@ def _ray_workers() -> list[psutil.Process]:
 
 
 def contests(victim: Victim) -> None:
-    """Several drivers at once, each told to take over; exactly one can win in the end, and none does harm."""
+    """Starts several drivers at once, each told to take over; exactly one can win in the end, and none does harm."""
     if victim.random.random() < 0.5:
         victim.killed()
     drivers = []
@@ -167,7 +167,7 @@ def contests(victim: Victim) -> None:
 
 
 def take_overs(victim: Victim) -> None:
-    """A driver falls asleep, another takes over, and the first wakes: at once, or when all is done."""
+    """Suspends a driver while another takes over, and wakes it at once, or when all is done."""
     first = victim.start(victim.somewhere(signal.SIGSTOP))
     _until_it_sleeps(first)
     if victim.kind.is_fit and _sleeps(first):  # fits are not taken over on the machine of a live driver
@@ -184,7 +184,6 @@ def take_overs(victim: Victim) -> None:
 
 
 def _until_it_sleeps(child: Child) -> None:
-    """Or has ended."""
     deadline = time.monotonic() + WAIT_S
     while child.process.is_alive() and not _sleeps(child):
         if time.monotonic() > deadline:
@@ -204,7 +203,7 @@ def clocks(victim: Victim) -> None:
 
 
 def store_faults(victim: Victim) -> None:
-    """4 to 20 % of the requests to S3 fail, in every way that they can."""
+    """Fails 4 to 20 % of the requests to S3, in every possible way."""
     port = urlparse(os.environ["AWS_ENDPOINT_URL"]).port
     assert port is not None
     actions: tuple[Action, ...] = ("503", "409", "dropped before", "dropped after", "slow")
@@ -218,8 +217,10 @@ def store_faults(victim: Victim) -> None:
 
 
 def prefect_faults(victim: Victim) -> None:
-    """A tenth to nine tenths of the requests to Prefect's server fail; from the first one, or once the run is under
-    way, when the driver is also told to stop."""
+    """Fails a tenth to nine tenths of the requests to Prefect's server.
+
+    They fail from the first one, or once the run is under way, when the driver is also told to stop.
+    """
     port = urlparse(os.environ["PREFECT_API_URL"]).port
     assert port is not None
     actions: tuple[Action, ...] = ("503", "dropped before", "dropped after", "garbled")
@@ -234,7 +235,7 @@ def prefect_faults(victim: Victim) -> None:
 
 
 def _prefect(url: str) -> None:
-    """Prefect has read its settings by now."""
+    """Sets Prefect's settings directly, which it has read by now."""
     from prefect.context import SettingsContext, get_settings_context
     from prefect.settings import PREFECT_API_URL
 
@@ -263,8 +264,10 @@ def _flip(data: bytes, number: int) -> bytes | None:
 
 
 def _damage(victim: Victim, damage: Callable[[bytes, int], bytes | None]) -> None:
-    """One object of a run, begun or done, is not what it was: every command says so or does not need it; nothing that
-    is committed is deleted; and put back, all is well."""
+    """Damages one object of a run, begun or done.
+
+    Every command reports it or does not need it; nothing that is committed is deleted; and restored, the run is sound.
+    """
     victim.killed()
     objects = victim.objects
     keys = [key for key in objects.list("") if not key.startswith((".", "log/heartbeat", "report.html"))]
@@ -299,7 +302,7 @@ def _damage(victim: Victim, damage: Callable[[bytes, int], bytes | None]) -> Non
 
 
 def commands(victim: Victim) -> None:
-    """Every other command, killed somewhere, while a driver works or after it died."""
+    """Kills every other command somewhere, while a driver works or after it died."""
     victim.killed()
     driver = victim.start(victim.somewhere()) if victim.random.random() < 0.3 else None
     for _ in range(3):
@@ -346,7 +349,7 @@ def _commands(victim: Victim) -> list[tuple[object, ...]]:
 
 
 def deletions(victim: Victim) -> None:
-    """The folder is deleted while a driver is at work; afterwards the run is begun again."""
+    """Deletes the folder while a driver is at work; afterwards the run is started again."""
     child = victim.start(victim.somewhere(signal.SIGSTOP))
     _until_it_sleeps(child)
     asleep = _sleeps(child)

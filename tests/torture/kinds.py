@@ -1,4 +1,4 @@
-"""Every kind of run that is tortured: how it is started, and whether it comes out the same to the bit."""
+"""The kinds of runs that are tortured: their commands, and whether they are reproducible to the bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Kind:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a run that was tortured has the bits of one that was left alone."""
+        """True if a run that was tortured has the bits of one that was left alone."""
         return self.name != "async"
 
     @property
@@ -63,7 +63,7 @@ class Kind:
         return self.name == "on Ray"
 
     def command(self, folder: Path, store: str) -> tuple[object, ...]:
-        """The arguments of `ratchet` that start or resume the run `run`."""
+        """Returns the arguments of `ratchet` that start or resume the run `run`."""
         if self.is_fit:
             return self._fit(folder, store)
         path = folder / "config.yaml"
@@ -86,7 +86,7 @@ class Kind:
 
 
 def workspace(folder: Path) -> Path:
-    """What all kinds read."""
+    """Returns a folder with the inputs of all kinds."""
     tiny.workspace(folder)
     tiny.prompt_file(folder / "held_out.parquet", prompts=3)
     tiny.reward_model_folder(folder / "judge", folder / "model")
@@ -98,6 +98,6 @@ def workspace(folder: Path) -> Path:
 
 
 def kinds(folder: Path, ray: bool, chosen: Collection[str]) -> list[Kind]:
-    """Those that are chosen by name, or all, without those on Ray unless `ray`."""
+    """Returns the kinds chosen by name, or all, without those on Ray unless `ray`."""
     names = [*CHANGES, *FITS]
     return [Kind(name, folder) for name in names if (name in chosen if chosen else ray or name != "on Ray")]

@@ -1,5 +1,5 @@
-"""Stands for vLLM in a process that finds this folder on `PYTHONPATH`: only its start, and a worker process that holds
-memory and is in no hurry to end."""
+"""Stands in for vLLM in a process that finds this folder on `PYTHONPATH`: only its start, and a worker process that
+holds memory and ends slowly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ for page in range(0, len(memory), mmap.PAGESIZE):
 print("ready", flush=True)
 time.sleep(3600)
 """
-"""Half a gigabyte takes longer to give back than the process that started it takes to end."""
+"""Freeing half a gigabyte takes longer than the end of the process that started it."""
 
 
 class LLMEngine:
