@@ -1,8 +1,8 @@
-"""Conversations that a program asks the policy to continue, and the tokens that they stand for.
+"""Conversations that a program asks the policy to continue, and their tokens.
 
-What the policy wrote is never tokenized again. A conversation that extends an earlier one keeps its tokens, and only
-what is new is rendered; any other conversation begins a branch of its own. Tokenizing the policy's text again gives
-other tokens than it drew (the drift that verl and prime-rl document), and so trains on what was never sampled.
+The policy's own tokens are never tokenized again. A conversation that extends an earlier one keeps its tokens, and only
+the new part is rendered; any other conversation starts a new branch. Tokenizing the policy's text again gives other
+tokens than it drew (the drift that verl and prime-rl document), and so trains on tokens that were never sampled.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Branch:
     number: int
     dialogue: Dialogue
     setting: str
-    """Kind of the conversation, and its tools: another one has other tokens from the start."""
+    """Kind of the conversation, and its tools: other settings give other tokens from the start."""
     history: list[str] = field(default_factory=list)
-    """The parts of the conversation, as `Conversation.parts` has them, with the policy's answers."""
+    """The parts of the conversation (see `Conversation.parts`), with the policy's answers."""
     after: list[int] = field(default_factory=list)
     """For each answer, the number of parts up to and including it."""
     is_busy: bool = False
-    """Whether the policy is writing its next answer."""
+    """True while the policy writes its next answer."""
 
 
 class Continuation(NamedTuple):
@@ -48,24 +48,24 @@ class Continuation(NamedTuple):
     answers: int
     """Number of the branch's answers that it contains."""
     ids: list[int]
-    """Tokens of what follows the last of them."""
+    """Tokens after the last of these answers."""
     history: list[str]
     """The parts of the conversation."""
     news: dict[str, Any]
-    """What it adds, as JSON."""
+    """The parts that it adds, as JSON."""
 
 
 class Conversation(ABC):
-    """What a program asks the policy to continue."""
+    """A conversation that the policy is asked to continue."""
 
     setting: str
     """See `Branch.setting`."""
     parts: list[str]
-    """Its parts, in a form in which equal parts are equal texts."""
+    """Its parts, as texts that are equal for equal parts."""
 
     @abstractmethod
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Tokenize the whole conversation.
+        """Tokenizes the whole conversation.
 
         Raises:
             CannotRender: the chat template refuses it.
@@ -73,8 +73,8 @@ class Conversation(ABC):
 
     @abstractmethod
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
-        """Find the last answer of a branch that the conversation contains, with everything before it; None: it
-        contains none.
+        """Finds the last answer of a branch that the conversation contains, with everything before it; None if there is
+        none.
 
         Raises:
             CannotRender: the chat template refuses what follows.
@@ -83,20 +83,20 @@ class Conversation(ABC):
     @property
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The conversation."""
+        """The whole conversation as JSON."""
 
     @abstractmethod
     def answer_part(self, message: Mapping[str, Any]) -> str:
-        """The part that an answer of the policy is."""
+        """Returns an answer of the policy as a part."""
 
 
 class ChatConversation(Conversation):
     """Messages, rendered by the chat template."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-        """
+        """`messages` are as OpenAI defines them.
+
         Args:
-            messages: messages as OpenAI defines them.
             tools: schemas of the tools that the policy may call.
         """
         self._messages = [_plain(message) for message in messages]
@@ -199,7 +199,7 @@ class Completion(Conversation):
 
 
 def _plain(message: Mapping[str, Any]) -> Message:
-    """A message as chat templates expect it: text contents, and tool calls whose arguments are structures."""
+    """Returns a message as chat templates expect it: text contents, and tool calls whose arguments are structures."""
     role = message["role"]
     plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _text(message)}
     if message.get("tool_calls"):

@@ -53,9 +53,8 @@ class DeepSpeedEngine(ModelEngine):
             offload: keep optimizer state (and in stage 3 parameters) in host memory.
         """
         kept = activation_checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
-        if (
-            stage == 3 and kept == "selective"
-        ):  # stage 3's hooks gather parameters within a layer, which selective checkpointing does not allow
+        # stage 3's hooks gather parameters within a layer, which selective checkpointing does not allow
+        if stage == 3 and kept == "selective":
             kept = True
         super().__init__(model, head, **options | {"gradient_checkpointing": kept})
         ranks.initialized()
