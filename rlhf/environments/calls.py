@@ -1,4 +1,4 @@
-"""Calls of environments: concurrent, with a time limit, and without an effect on other trajectories if one fails."""
+"""Calls environments: concurrently, with a time limit, and without an effect on other trajectories if one fails."""
 
 from __future__ import annotations
 
@@ -42,14 +42,12 @@ class EnvironmentCalls:
         concurrency: int = 64,
         on_error: OnError = "fail",
     ) -> None:
-        """Start without environments.
+        """Starts without environments; `options` are keyword arguments of `make`.
 
         Args:
-            make: makes an environment.
-            options: keyword arguments of `make`.
             timeout_s: time limit of a call, in seconds.
-            concurrency: largest number of calls at the same time.
-            on_error: what becomes of a trajectory whose environment fails; see `Generator`.
+            concurrency: maximum number of concurrent calls.
+            on_error: what happens to a trajectory whose environment fails; see `Generator`.
         """
         self.on_error = on_error
         self._make, self._options, self._timeout_s = make, options, timeout_s
@@ -58,21 +56,14 @@ class EnvironmentCalls:
 
     @property
     def replayable(self) -> bool:
-        """Whether a new environment that is given the same turns reaches the same state."""
+        """True if a new environment reaches the same state when it is given the same turns."""
         return bool(getattr(self._make, "replayable", False))
 
     async def of(self, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> Environment:
-        """The environment of a trajectory, in the state that follows its answered turns.
+        """Returns the environment of a trajectory, in the state after its answered turns.
 
-        Args:
-            dialogue: the trajectory; its answered turns are replayed if it has no environment yet.
-            tokenizer: tokenizer of the policy.
-
-        Returns:
-            The environment.
-
-        Raises:
-            EnvironmentFailed: it failed, or took too long.
+        If the trajectory has no environment yet, its answered turns are replayed in a new one. Raises EnvironmentFailed
+        if it fails, or takes too long.
         """
         trajectory_id = dialogue.request.trajectory_id
         if (existing := self._environments.get(id(dialogue))) is not None:
@@ -87,11 +78,8 @@ class EnvironmentCalls:
         return environment
 
     async def begin(self, beginning: Beginning, where: str) -> Environment:
-        """A new environment, reset for a prompt.
-
-        Args:
-            beginning: the prompt.
-            where: the trajectory, or the row of the dataset, for errors.
+        """Creates an environment and resets it for a prompt; `where` names the trajectory, or the row of the dataset,
+        in errors.
 
         Raises:
             EnvironmentFailed: it failed, or took too long.
@@ -102,14 +90,7 @@ class EnvironmentCalls:
         return environment
 
     async def step(self, dialogue: Dialogue, turn: str) -> Observation:
-        """Answer a turn of the policy.
-
-        Args:
-            dialogue: the trajectory, whose environment is ready.
-            turn: text of the turn.
-
-        Returns:
-            The observation.
+        """Answers a turn of the policy; the trajectory's environment is ready.
 
         Raises:
             EnvironmentFailed: the environment failed, or took too long.
@@ -124,7 +105,7 @@ class EnvironmentCalls:
         return observation
 
     def forget(self, dialogue: Dialogue) -> None:
-        """Drop a trajectory's environment, if it has one."""
+        """Drops a trajectory's environment, if it has one."""
         self._environments.pop(id(dialogue), None)
 
     async def _call(self, call: Callable[[], Any], where: str) -> Any:
@@ -140,12 +121,10 @@ class EnvironmentCalls:
 
 
 def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt], system_prompt: str | None) -> list[str]:
-    """Reset an environment for each prompt, before anything is generated.
+    """Resets an environment for a few prompts, before anything is generated.
 
     Args:
         environment: `rollout.environment`. Unless `on_error` is `fail`, a prompt has `RESETS` attempts.
-        prompts: a few prompts, such as the first of each file.
-        system_prompt: system message for prompts that have none.
 
     Returns:
         One line for each prompt that failed, with the file and the row.
@@ -176,7 +155,7 @@ def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt], s
     async def failures_of_all() -> list[str | None]:
         return await asyncio.gather(*map(failure_of, prompts))
 
-    with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
         return [failure for failure in thread.submit(asyncio.run, failures_of_all()).result() if failure is not None]
 
 
@@ -191,18 +170,17 @@ def _about_json(prompt: Prompt) -> str:
 
 
 class Raised(Exception):
-    """What an environment raised: also a time-out or a cancellation of its own, or `sys.exit`, which would otherwise
-    pass for one of the event loop's."""
+    """Wraps an exception of an environment.
+
+    A time-out, a cancellation or `sys.exit` of its own would otherwise look like one of the event loop's.
+    """
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:
-    """Make a call in a thread, and await what it returns if that is awaitable.
-
-    The thread is a daemon, because a call that hangs must not keep the process alive.
-    """
+    """Makes a call in a thread, and awaits its result if that is awaitable."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
@@ -218,6 +196,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
             failure = error
         loop.call_soon_threadsafe(finish, result, failure)
 
+    # a daemon, because a call that hangs must not keep the process alive
     threading.Thread(target=work, daemon=True).start()
     result, failure = await done
     if failure is not None:
