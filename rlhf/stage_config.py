@@ -8,7 +8,7 @@ A stage declares a model whose fields name keys of the config:
         judge: JudgeConfig | None = section("reward.judge")
 
 The stage can read no other part of the config. The values are committed with the stage's output. If a key that is not
-operational has another value later, the committed output is out of date.
+operational changes later, the committed output is out of date.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from ratchet.rlhf.config.section import Section
 
 
 def key(path: str, *, operational: bool = False) -> Any:
-    """A field that holds the value at a dotted key of the run's config; None where the key's section is null.
+    """Returns a field that holds the value at a dotted key of the run's config; None if the key's section is null.
 
     Args:
-        path: the key, such as ``rollout.temperature``.
-        operational: whether the key may change without changing the result: speed, memory, paths of files.
+        operational: the key may change without changing the result: speed, memory, paths of files.
     """
     return Field(json_schema_extra={"key": path, "operational": operational})
 
 
 def section(path: str) -> Any:
-    """A field that holds a section of the run's config, or the keys of it that a base class declares.
+    """Returns a field that holds a section of the run's config, or the keys of it that a base class declares.
 
-    The field's type is the section's class or its base class; None where the section is null. The class says which keys
-    are operational.
+    The field's type is the section's class or its base class; None if the section is null. The class declares which
+    keys are operational.
     """
     return Field(json_schema_extra={"section": path})
 
@@ -57,7 +56,7 @@ class StageConfig(BaseModel):
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """The stage's part of a run's config."""
+        """Extracts the stage's part of a run's config."""
         fields: dict[str, object] = {}
         for name, field in cls.model_fields.items():
             if (part := _part(field)) is not None:
@@ -71,7 +70,7 @@ class StageConfig(BaseModel):
 
     @classmethod
     def keys(cls, *, operational: bool | None = None) -> Iterator[str]:
-        """The dotted keys: all, only the operational ones (True), or only the others (False)."""
+        """Yields the dotted keys: all, only the operational ones (True), or only the others (False)."""
         for field in cls.model_fields.values():
             if (part := _part(field)) is not None:
                 yield from part.keys(operational)
@@ -87,18 +86,17 @@ class StageConfig(BaseModel):
 
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, JsonValue]:
-        """The JSON values by dotted key; if a section is null, the section's key with null."""
+        """Returns the JSON values by dotted key; for a null section, the section's key with null."""
         paths = [_key_or_null_section(config, path) for path in cls.keys()]  # noqa: SIM118  (not a dictionary)
         return {path: _json(_value(config, path)) for path in paths}
 
     @classmethod
     def differences(cls, then: Mapping[str, JsonValue], config: RunConfig) -> list[str]:
-        """The changes since `then`, except in operational keys.
+        """Describes the changes since `then`, except in operational keys.
 
         Args:
-            then: the result of `values` when the stage was committed. A key that is missing in it did not exist then:
-                it counts as unchanged while it has its default.
-            config: the current config.
+            then: the result of `values` when the stage was committed. A missing key did not exist then: it counts as
+                unchanged while it has its default.
 
         Returns:
             Lines such as ``actor.lr: 1e-05 -> 2e-05``.
@@ -116,7 +114,7 @@ class StageConfig(BaseModel):
 
     @classmethod
     def _section_changes(cls, tree: Mapping[str, Any], config: RunConfig) -> list[str]:
-        """Lines for groups of keys whose section was null and is not any more, or the reverse."""
+        """Describes groups of keys whose section was null and is not any more, or the reverse."""
         lines: list[str] = []
         for field in cls.model_fields.values():
             group, part = _group(field), _part(field)
@@ -171,12 +169,12 @@ def _group(field: FieldInfo) -> type[StageConfig] | None:
 
 
 def _json(value: Any) -> Any:
-    """The JSON value that is stored; a missing default stays missing."""
+    """Returns the stored JSON value; a missing default stays missing."""
     return value if value is PydanticUndefined else to_jsonable_python(value)
 
 
 def _value(config: RunConfig, path: str) -> Any:
-    """The value at a dotted key; None if a section on the path is null."""
+    """Returns the value at a dotted key; None if a section on the path is null."""
     value: Any = config
     for part in path.split("."):
         value = None if value is None else getattr(value, part)
@@ -184,14 +182,14 @@ def _value(config: RunConfig, path: str) -> Any:
 
 
 def _key_or_null_section(config: RunConfig, path: str) -> str:
-    """The key, or its outermost section that is null."""
+    """Returns the key, or its outermost section that is null."""
     parts = path.split(".")
     sections = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return next((section for section in sections if _value(config, section) is None), path)
 
 
 def _section_class(path: str) -> type[BaseModel]:
-    """The class of a section of the config, null or not."""
+    """Returns the class of a section of the config, null or not."""
     model: type[BaseModel] = RunConfig
     for part in filter(None, path.split(".")):
         annotation = model.model_fields[part].annotation
@@ -210,7 +208,7 @@ def _lookup(tree: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
-    """Lines for the differences at a key or below it: values that are models are compared field by field."""
+    """Describes the differences at a key or below it: values that are models are compared field by field."""
     after = _json(now)
     if PydanticUndefined in (before, after) or before == after:
         return []
@@ -228,7 +226,7 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
 
 
 def _short(value: JsonValue) -> str:
-    """A short text for a value: an algorithm as its type, None as null."""
+    """Returns a short text for a value: an algorithm as its type, None as null."""
     if isinstance(value, dict) and "type" in value:
         return str(value["type"])
     return "null" if value is None else str(value)

@@ -87,16 +87,7 @@ class AdaptiveCoefficient(Options):
     horizon: int = Field(10_000, gt=0, description="trajectories over which the coefficient adapts")
 
     def __call__(self, coefficient: float, kl: float, trajectories: int) -> float:
-        """Compute the next coefficient.
-
-        Args:
-            coefficient: the current coefficient.
-            kl: measured KL per token, in nats.
-            trajectories: number of trajectories of the iteration.
-
-        Returns:
-            The coefficient of the next iteration.
-        """
+        """Computes the next coefficient from the measured KL per token, in nats."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return coefficient * (1.0 + error * trajectories / self.horizon)
 

@@ -39,7 +39,7 @@ MAY_CHANGE: dict[str, bool | set[str]] = {
     "run": {"name", "store", "deterministic", "single_writer"},
     "model": {"path", "chat_template", "attention", "kernels"},
 }
-"""Keys that may change when a training resumes: they do not change the result, or are paths of files that have a
+"""Keys that may change when a training resumes: they do not affect the result, or are paths of files that have a
 digest."""
 
 

@@ -1,4 +1,4 @@
-"""Combinations of settings that do not work together. Each error says what to change."""
+"""Combinations of settings that do not work together. Each error names the fix."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _rollout_teams_fit(config: RunConfig) -> Iterator[str]:
 
 
 def incompatible(config: RunConfig) -> Iterator[str]:
-    """All incompatible combinations, one line each, which names the fix."""
+    """Yields all incompatible combinations, one line each, which names the fix."""
     yield from _algorithms_fit(config)
     yield from _rollout_fits(config)
     yield from _groups_have_several(config)
@@ -229,7 +229,7 @@ def _environment_fits(config: RunConfig) -> Iterator[str]:
 
 
 def _comparing(config: RunConfig) -> list[str]:
-    """The settings that compare the trajectories of a prompt."""
+    """Returns the settings that compare the trajectories of a prompt."""
     advantage, judge = config.algorithm.advantage, config.reward.judge
     comparing = {
         f"algorithm.advantage {advantage.type}": "group_ids" in advantage.needs,
@@ -385,7 +385,7 @@ def _experts_fit(config: RunConfig, replay: ReplayConfig) -> Iterator[str]:
 
 
 def _beyond_own_layers(owner: str, trainer: TrainerConfig, model_key: str, model: ModelConfig) -> Iterator[str]:
-    """The settings that an engine with layers of its own does not support."""
+    """Yields the settings that an engine with its own layers does not support."""
     for key, is_set in (
         (f"{model_key}.lora", model.lora is not None),
         (f"{model_key}.kernels {model.kernels}", model.kernels != "torch"),
@@ -397,7 +397,7 @@ def _beyond_own_layers(owner: str, trainer: TrainerConfig, model_key: str, model
 
 
 def _algorithms_fit(config: RunConfig) -> Iterator[str]:
-    """Refuse algorithms that contradict each other."""
+    """Refuses algorithms that contradict each other."""
     algorithm = config.algorithm
     advantage, kl, sampling = algorithm.advantage, algorithm.kl, algorithm.dynamic_sampling
     if config.rollout.partner is None and "turns" in advantage.needs:

@@ -1,7 +1,7 @@
 """The sections of a run's config. The name of a size contains its unit. This module does not import torch.
 
-The description of a number that changes what is learned names the recipe that its default comes from: verl
-(`ppo_trainer.yaml`), TRL or OpenRLHF; "ours" has no such recipe.
+The description of a number that affects learning names the recipe of its default: verl (`ppo_trainer.yaml`), TRL or
+OpenRLHF; "ours" has no such recipe.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class ReplayConfig(Section):
 
 
 SpecialTokens = Literal["split", "keep"]
-"""What becomes of special tokens in texts that the chat template did not write."""
+"""Treatment of special tokens in texts that the chat template did not write."""
 
 
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".arrow")
@@ -233,14 +233,14 @@ OnError = Literal["retry", "drop", "fail"]
 
 
 class PartnerConfig(Section):
-    """What the policy takes turns with while it responds."""
+    """The party that the policy takes turns with while it responds."""
 
     alone = "name"
     operational = frozenset(("max_error_share", "timeout_s", "concurrency", "host"))
     key: ClassVar[str]
     """The section's key."""
     noun: ClassVar[str]
-    """What errors call it."""
+    """Its name in errors."""
     name: str
     on_error: OnError = Field(
         "drop",
@@ -255,7 +255,7 @@ class PartnerConfig(Section):
     @property
     @abstractmethod
     def most_turns(self) -> int:
-        """The largest number of turns of the policy in a trajectory."""
+        """Maximum number of turns of the policy in a trajectory."""
 
 
 class EnvironmentConfig(PartnerConfig):
@@ -303,7 +303,7 @@ class AgentConfig(PartnerConfig):
 
 
 class ResponseConfig(Section):
-    """Which tokens a response may have, and how many."""
+    """The tokens that a response may have, and their number."""
 
     top_p: float = Field(
         1.0, gt=0, le=1, description="nucleus sampling: draw from the likeliest tokens with this total probability"
@@ -385,7 +385,7 @@ class RolloutConfig(SamplingConfig):
     @model_validator(mode="before")
     @classmethod
     def _environments_of_other_packages_are_agents(cls, tree: Any) -> Any:
-        """Let the built-in program of verifiers or gymnasium run ``verifiers:NAME`` or ``gymnasium:ID``."""
+        """Runs ``verifiers:NAME`` or ``gymnasium:ID`` by the built-in program of the package."""
         environment = tree.get("environment") if isinstance(tree, Mapping) else None
         section = {"name": environment} if isinstance(environment, str) else environment
         if not isinstance(section, Mapping) or not isinstance(name := section.get("name"), str):
@@ -401,7 +401,7 @@ class RolloutConfig(SamplingConfig):
     @model_validator(mode="before")
     @classmethod
     def _tools_are_an_environment(cls, tree: Any) -> Any:
-        """Name the environment that calls the tools, and give it the tools as options."""
+        """Sets the environment that calls the tools, with the tools as options."""
         if not isinstance(tree, Mapping) or not (tree.get("tools") or tree.get("mcp")):
             return tree
         environment = tree.get("environment") or {}
@@ -428,12 +428,12 @@ class RolloutConfig(SamplingConfig):
 
     @property
     def partner(self) -> EnvironmentConfig | AgentConfig | None:
-        """What the policy takes turns with; None: it answers alone."""
+        """The party that the policy takes turns with; None: it answers alone."""
         return self.environment or self.agent
 
     @property
     def truncated_by(self) -> tuple[str, ...]:
-        """The keys by which some tokens are never drawn."""
+        """The keys that exclude some tokens from being drawn."""
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
 
@@ -493,7 +493,7 @@ class JudgeConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """Whether a score depends on the other responses to the prompt."""
+        """True if a score depends on the other responses to the prompt."""
         return self.mode != "rubric"
 
     @model_validator(mode="after")
@@ -549,7 +549,7 @@ class RewardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, tree: Any) -> Any:
-        """Set function to the judge if one is given, and to null if only a model is; key the options of a single
+        """Sets function to the judge if one is given, and to null if only a model is; keys the options of a single
         function by its name."""
         if not isinstance(tree, Mapping):
             return tree
