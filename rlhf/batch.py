@@ -103,11 +103,8 @@ class TrajectoryBatch:
         return TrajectoryBatch(self.table.take(pa.array(np.fromiter(rows, dtype=np.int64))))
 
     def padded(self, name: str, width: int | None = None) -> Num[Tensor, "batch time"]:
-        """Returns a per-token column as one tensor, padded with zeros on the right to `width`, or to the longest
-        trajectory.
-
-        Integers stay integers.
-        """
+        """Returns a per-token column as one tensor, padded with zeros on the right to `width` or the longest
+        trajectory."""
         import torch
 
         lengths = self.lengths(name)

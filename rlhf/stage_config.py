@@ -92,14 +92,11 @@ class StageConfig(BaseModel):
 
     @classmethod
     def differences(cls, then: Mapping[str, JsonValue], config: RunConfig) -> list[str]:
-        """Describes the changes since `then`, except in operational keys.
+        """Describes the changes since `then`, except in operational keys, such as ``actor.lr: 1e-05 -> 2e-05``.
 
         Args:
             then: the result of `values` when the stage was committed. A missing key did not exist then: it counts as
                 unchanged while it has its default.
-
-        Returns:
-            Lines such as ``actor.lr: 1e-05 -> 2e-05``.
         """
         tree: dict[str, Any] = {}
         for path, value in then.items():
@@ -144,7 +141,6 @@ class _Part:
         return self.declares.model_construct(**{name: getattr(held, name) for name in self.declares.model_fields})
 
     def keys(self, operational: bool | None) -> Iterator[str]:
-        """The dotted keys; see `StageConfig.keys`."""
         for name in self.declares.model_fields:
             if operational in (None, name in self.declares.operational):
                 yield f"{self.path}.{name}"

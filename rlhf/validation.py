@@ -28,11 +28,7 @@ def reported(sources: Iterable[str], n: int) -> list[str]:
 
 
 def final_answer(response: str) -> str:
-    """Extracts the answer of a response: its last ``<answer>``, ``\\boxed{}`` or text after ``####``; else its last
-    line.
-
-    Of the answer, only the last line counts, without white space.
-    """
+    """Extracts the last line of a response's ``<answer>``, ``\\boxed{}`` or text after ``####``; else its last line."""
     try:
         text = last_answer(response)
     except Malformed:

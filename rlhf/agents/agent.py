@@ -29,9 +29,6 @@ def load_agent(name: str) -> Program:
 
     Args:
         name: ``package.module:function``, ``folder/file.py:function`` or a built-in.
-
-    Raises:
-        UserError: there is no such function, or its module cannot be imported.
     """
     program: Program = load_named(name, KEY, "ratchet.rlhf.agents", ("run",), BUILT_IN)
     return program

@@ -45,9 +45,6 @@ class Callers(Protocol):
     async def run(self, dialogue: Dialogue, policy: Policy, recorded: Sequence[Recorded]) -> None:
         """Answers the calls of a trajectory until it ends.
 
-        Args:
-            recorded: answers of an earlier process.
-
         Raises:
             EnvironmentFailed: the program failed.
         """
@@ -87,11 +84,7 @@ class _Running:
     """The requests in the engine: at most one, unless an agent makes several calls at the same time."""
     is_past_gate: bool = False
     is_announced: bool = True
-    """True if a batch of the engine waits for its requests.
-
-    Agents are not announced: their programs may wait for one another, so a batch that waits for all of them might never
-    start.
-    """
+    """True if a batch of the engine waits for its requests."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +162,7 @@ class Generator:
         event_loop.run(self._pause())
 
     def resume(self, version: int, engine: RolloutEngine | None = None) -> None:
-        """Continues with the engine's new weights.
-
-        Args:
-            engine: the engine that replaces a lost one.
-        """
+        """Continues with the engine's new weights, or with an engine that replaces a lost one."""
         event_loop.run(self._resume(version, engine))
 
     # On the event loop.
@@ -183,7 +172,11 @@ class Generator:
         for dialogue, rules in submitted:
             # all at once: a batch with trajectories on both sides of the gate would never start
             running = self._running[id(dialogue)] = _Running(
-                dialogue, is_past_gate=self._gate.is_set(), is_announced=rules.agents is None
+                # agents are not announced: their programs may wait for one another, so a batch that waits for all may
+                # never start
+                dialogue,
+                is_past_gate=self._gate.is_set(),
+                is_announced=rules.agents is None,
             )
             running.task = asyncio.create_task(self._write(running, rules))
 

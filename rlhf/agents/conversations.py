@@ -43,7 +43,7 @@ class Branch:
 
 
 class Continuation(NamedTuple):
-    """How a conversation extends a branch."""
+    """The extension of a branch by a conversation."""
 
     answers: int
     """Number of the branch's answers that it contains."""
@@ -65,19 +65,14 @@ class Conversation(ABC):
 
     @abstractmethod
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Tokenizes the whole conversation.
-
-        Raises:
-            CannotRender: the chat template refuses it.
-        """
+        """Tokenizes the whole conversation. Raises CannotRender."""
 
     @abstractmethod
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
         """Finds the last answer of a branch that the conversation contains, with everything before it; None if there is
         none.
 
-        Raises:
-            CannotRender: the chat template refuses what follows.
+        Raises CannotRender if the chat template refuses what follows.
         """
 
     @property
@@ -94,18 +89,13 @@ class ChatConversation(Conversation):
     """Messages, rendered by the chat template."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-        """`messages` are as OpenAI defines them.
-
-        Args:
-            tools: schemas of the tools that the policy may call.
-        """
+        """Takes messages, and schemas of the tools that the policy may call, as OpenAI defines them."""
         self._messages = [_plain(message) for message in messages]
         self._tools = [dict(tool) for tool in tools]
         self.setting = "chat " + json.dumps(self._tools, sort_keys=True)
         self.parts = [_canonical(message) for message in self._messages]
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """See `Conversation.ids`."""
         if not tokenizer.chat_template:
             if self._tools:
                 raise CannotRender("the model has no chat template that describes tools: set model.chat_template")
@@ -124,7 +114,6 @@ class ChatConversation(Conversation):
             raise CannotRender(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
 
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
-        """See `Conversation.continues`."""
         if branch.setting != self.setting:
             return None
         common = next(
@@ -144,11 +133,9 @@ class ChatConversation(Conversation):
 
     @property
     def whole(self) -> dict[str, Any]:
-        """See `Conversation.whole`."""
         return {"messages": self._messages} | ({"tools": self._tools} if self._tools else {})
 
     def answer_part(self, message: Mapping[str, Any]) -> str:
-        """See `Conversation.answer_part`."""
         return _canonical(_plain(message))
 
 
@@ -162,7 +149,6 @@ class Completion(Conversation):
         self.parts = [prompt if isinstance(prompt, str) else json.dumps(self._prompt)]
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """See `Conversation.ids`."""
         if isinstance(self._prompt, str):
             return tokenize_start(self._prompt, tokenizer)
         if unknown := [token for token in self._prompt if not 0 <= token < len(tokenizer)]:
@@ -170,7 +156,6 @@ class Completion(Conversation):
         return list(self._prompt)
 
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
-        """See `Conversation.continues`."""
         if branch.setting != self.setting:
             return None
         for answers in range(len(branch.after), 0, -1):
@@ -190,11 +175,9 @@ class Completion(Conversation):
 
     @property
     def whole(self) -> dict[str, Any]:
-        """See `Conversation.whole`."""
         return {"prompt": self._prompt}
 
     def answer_part(self, message: Mapping[str, Any]) -> str:
-        """See `Conversation.answer_part`."""
         return str(message["content"])
 
 

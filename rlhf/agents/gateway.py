@@ -67,11 +67,7 @@ class Gateway:
         self._starting = asyncio.Lock()
 
     async def open(self, caller: Caller, key: str | None = None) -> tuple[str, str]:
-        """Answers calls with a key, or a new one; returns the base URL of the endpoint, and the key.
-
-        Raises:
-            UserError: the endpoint cannot listen on its address.
-        """
+        """Answers calls with a key, or a new one; returns the base URL of the endpoint, and the key."""
         async with self._starting:
             if self._server is None:
                 await self._start()
@@ -293,13 +289,13 @@ class _Stream:
         text: Callable[[int, str], dict[str, Any]],
         last: Callable[[int, PolicyReply, bool], list[dict[str, Any]]],
     ) -> None:
-        """Starts one answer for each of the calls `asked`, which are the choices.
+        """Starts to answer the calls `asked`, one per choice.
 
         Args:
-            tells: whether the text is sent while it grows.
-            first: the event that begins a choice, by its index.
+            tells: send the text while it grows.
+            first: the event that starts a choice, by its index.
             text: the event for a text.
-            last: the events that end a choice; the last argument tells whether the text was sent.
+            last: the events that end a choice; the last argument is True if the text was sent.
         """
         self._caller, self._first, self._text, self._last, self._tells = caller, first, text, last, tells
         self._events: asyncio.Queue[tuple[int, str | asyncio.Task[PolicyReply]]] = asyncio.Queue()

@@ -45,8 +45,6 @@ class AgentCalls:
 
         Args:
             options: the program's keyword arguments, in addition to those of `ARGUMENTS`.
-            context: maximum number of tokens of a conversation.
-            max_calls: maximum number of calls of a trajectory.
             timeout_s: maximum time without a call in progress, in seconds.
             on_error: what happens to a trajectory whose program fails; see `Generator`.
             must_reward: the program has to return a reward, because there is no other.

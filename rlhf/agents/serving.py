@@ -39,7 +39,6 @@ class Served:
 
         Args:
             name: prefix of the names of conversations.
-            context: maximum number of tokens of a conversation.
             listening: called with the base URL of the endpoint.
         """
         self._name, self._gateway, self._key, self._context = name, gateway, key, context
@@ -136,6 +135,7 @@ def _digests(setting: str, parts: Sequence[str]) -> list[str]:
     sha256 = hashlib.sha256(setting.encode())
     digests = []
     for part in parts:
+        # of digests, so that the boundaries of parts count
         sha256.update(hashlib.sha256(part.encode()).digest())
         digests.append(sha256.copy().hexdigest())
     return digests

@@ -124,7 +124,6 @@ class Policy:
 
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
-    """How tokens are drawn."""
     generate: Generate
     recorder: Recorder | None
     """Stores answers before the caller receives them; None: they are not stored."""
@@ -251,6 +250,7 @@ class Session:
                 started=started,
                 seconds=time.perf_counter() - began,
             )
+            # stored before the program receives it: a resumed run must give the same answer
             if self.policy.recorder is not None and earlier is None:
                 await self.policy.recorder.record(recorded)
         except BaseException:

@@ -33,10 +33,7 @@ def identity(environment: str, arguments: Mapping[str, Any]) -> str:
 async def run(
     task: Mapping[str, Any], base_url: str, api_key: str, model: str, environment: str, arguments: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Runs the environment with the policy, and scores the result with its rubric.
-
-    Returns:
-        The rubric's reward, and the value of each of its functions.
+    """Runs the environment with the policy; returns the rubric's reward, and the value of each of its functions.
 
     Raises:
         RolloutFailed: the environment reports an error.

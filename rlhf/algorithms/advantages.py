@@ -503,6 +503,7 @@ class GiGPO(AdvantageEstimator):
         episodes = relative_to_group(sequence_sum(token_rewards, mask), groups, self.norm_by_std, self.epsilon)
         returns = rewards_to_go(by_turn.sum(token_rewards), by_turn.mask, self.gamma)
         exists, followed = by_turn.mask > 0, by_turn.first(states)
+        # one number for each pair of prompt and state
         same = Groups((groups.index[:, None] * (followed.max() + 1) + followed)[exists])
         steps = returns.new_zeros(returns.shape)
         steps[exists] = relative_to_group(returns[exists], same, self.norm_by_std, self.epsilon)

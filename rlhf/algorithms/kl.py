@@ -52,6 +52,7 @@ def kl_divergence(
     if estimator.endswith("+"):
         value = _estimate(delta.detach(), estimator.removesuffix("+"))
         squared = 0.5 * delta.square()
+        # straight-through: the number is `value`, the gradient that of k2
         return squared - squared.detach() + value
     return _estimate(delta, estimator)
 

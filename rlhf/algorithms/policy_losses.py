@@ -220,6 +220,7 @@ class GSPO(SequenceLoss):
         """Computes the clipped surrogate with the ratio of the whole response; see `PolicyLossBase.token_losses`."""
         log_ratio = log_probs - old_log_probs
         sequence = sequence_sum(log_ratio, mask) / mask.sum(-1).clamp(min=1.0)
+        # the number is the sequence's ratio, the gradient that of the token
         ratio = (log_probs - log_probs.detach() + sequence.detach()[:, None]).clamp(max=10.0).exp()
         plain = -ratio * advantages
         clipped = -ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high) * advantages

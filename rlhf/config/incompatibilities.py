@@ -77,7 +77,7 @@ def incompatible(config: RunConfig) -> Iterator[str]:
     unsupported: dict[str, dict[str, None]] = {}
     """The owners of engine megatron that cannot have a setting, by the setting, which may be of a model of both."""
     uncompiled: dict[str, dict[str, None]] = {}
-    """What does not work with compiled kernels, by the model."""
+    """Settings that do not work with compiled kernels, by the model."""
     for role, trainer in (config.trainers | shared).items():
         owner = "actor" if role in shared else role  # whose keys they are
         pool = config.pool_of(role)

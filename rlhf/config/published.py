@@ -24,7 +24,7 @@ def published(value: JsonValue) -> JsonValue:
 
     Returns:
         The same values, except: values of keys that are named like secrets are left out, URLs have no user, password or
-            query, and of an absolute local path only the last part is left, as in ``…/train.parquet``.
+        query, and of an absolute local path only the last part is left, as in ``…/train.parquet``.
     """
     if isinstance(value, dict):
         return {published_text(key): _inner(key, inner) for key, inner in value.items()}

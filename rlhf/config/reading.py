@@ -36,10 +36,6 @@ def overridden(tree: dict[str, Any], overrides: Iterable[str], model: type[BaseM
     Args:
         overrides: ``a.b=c``, with values in YAML syntax; Hydra's ``+a.b=c`` and ``++a.b=c`` mean the same. A plain text
             for a section (``rollout.environment=calculator``) is set before the keys of that section.
-        model: the model that the config will be validated against.
-
-    Raises:
-        UserError: an override is not one.
     """
     changes: list[tuple[str, Any]] = []
     for section, value in map(_change, overrides):
@@ -99,11 +95,7 @@ def _change(override: str) -> tuple[str, Any]:
 
 
 def validated(model: type[M], tree: Mapping[str, Any], where: str, context: object = None) -> M:
-    """Validates a tree against a model.
-
-    Raises:
-        UserError: one line per wrong key, which starts with `where`.
-    """
+    """Validates a tree against a model. Raises UserError: one line per wrong key, which starts with `where`."""
     try:
         return model.model_validate(tree, context=context)
     except ValidationError as error:

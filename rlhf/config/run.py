@@ -310,20 +310,13 @@ class RunConfig(Section):
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Reads a YAML file and applies ``a.b=c`` overrides (values in YAML syntax).
-
-    Raises:
-        UserError: the config is invalid; a line per mistake names the key and the fix.
-    """
+    """Reads a YAML file and applies ``a.b=c`` overrides (values in YAML syntax). Raises UserError, a line per
+    mistake."""
     return parse_config(overridden(read_yaml(path), overrides, RunConfig), str(path))
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
-    """Validates a tree of plain values.
-
-    Raises:
-        UserError: one line per mistake.
-    """
+    """Validates a tree of plain values. Raises UserError, a line per mistake."""
     return validated(RunConfig, tree, where)
 
 
@@ -336,13 +329,13 @@ def stored_config(tree: Mapping[str, Any], where: str) -> RunConfig:
 
 
 def _generates_stale(tree: Mapping[str, Any]) -> bool:
-    """Tells whether a config lets trajectories be older than the weights that they train."""
+    """Returns True if trajectories may be older than the weights that they train."""
     mode = _section(tree, "rollout").get("mode", "sync")
     return bool(mode != "sync") or _section(tree, "data").get("replay") is not None
 
 
 def _generates_with_other_rounding(tree: Mapping[str, Any]) -> bool:
-    """Tells whether a config generates with another program than the trainer's, in less than float32."""
+    """Returns True if another program than the trainer's generates, in less than float32."""
     rollout, model = _section(tree, "rollout"), _section(tree, "model")
     engine = rollout.get("engine")
     chosen = engine if isinstance(engine, Mapping) else {"type": engine}

@@ -324,7 +324,7 @@ class ResponseConfig(Section):
 
 
 class SamplingConfig(ResponseConfig):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     temperature: float = Field(
         1.0, gt=0, description="sampling temperature; all log-probs are computed at it (verl, TRL, OpenRLHF)"
@@ -635,7 +635,7 @@ class LRScheduleConfig(Section):
 
 
 class TrainerConfig(Section):
-    """How a model is updated. Sizes are totals over all devices unless they say otherwise."""
+    """The update of a model. Sizes are totals over all devices unless they say otherwise."""
 
     engine: TrainEngine = Field(
         TorchConfig(),

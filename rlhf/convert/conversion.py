@@ -91,7 +91,6 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
     Args:
         path: a YAML file, or a shell script that starts the program; the script is read, not run.
         program: the program's name in lower case: verl, trl or openrlhf.
-        overrides: further settings of the program, as on its command line.
 
     Raises:
         UserError: the file cannot be read, or starts no such program; or settings have the wrong type, one line each.

@@ -68,7 +68,6 @@ def prompts(
     """Converts rows of any table.
 
     Args:
-        prompt: name of the column with the prompt's text.
         truth: name of the column with the ground truth; None: the ground truth is empty.
         instruction: text to append to each prompt; None: nothing.
     """

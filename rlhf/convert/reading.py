@@ -41,12 +41,7 @@ class Given:
 
 
 def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
-    """Reads the settings of another program.
-
-    Args:
-        path: a YAML file, or a shell script.
-        program: verl, trl or openrlhf.
-        overrides: further settings, as on the program's command line.
+    """Reads another program's settings from a YAML file or a shell script, and from its command line's `overrides`.
 
     Raises:
         UserError: the file cannot be read, or starts no such program.

@@ -92,11 +92,7 @@ def problems(
 
 
 def split(problems: Sequence[Problem], test: int) -> tuple[list[Problem], list[Problem]]:
-    """Splits problems into train and test. The first ones are the test set, so more problems do not change it.
-
-    Raises:
-        ValueError: the problems are not distinct, or there are fewer than `test`.
-    """
+    """Splits problems into train and test. The first ones are the test set, so more problems do not change it."""
     if len(set(problems)) != len(problems):
         raise ValueError("the problems to split are not distinct")
     if not 0 <= test <= len(problems):
@@ -109,9 +105,6 @@ def solutions(numbers: Sequence[int], target: int, operators: str = "+-*") -> li
 
     Returns:
         Sorted expressions without spaces or signs, with necessary parentheses only: `1-(2-3)`, but `1+2-3`.
-
-    Raises:
-        ValueError: an operator is unknown.
     """
     _check_operators(operators)
     return sorted(expression.text for expression in _expressions(tuple(sorted(numbers)), target, operators))
@@ -153,17 +146,8 @@ def rows(problems: Sequence[Problem], split: str = "train") -> "pa.Table":
 
 
 def sft_rows(problems: Sequence[Problem], seed: int = 0, per_problem: int = 1, operators: str = "+-*") -> "pa.Table":
-    """Makes supervised examples from random solutions.
-
-    Args:
-        per_problem: solutions per problem, drawn independently and uniformly.
-
-    Returns:
-        A table with columns `prompt` (messages) and `response` (text).
-
-    Raises:
-        ValueError: a problem has no solution with the operators.
-    """
+    """Makes supervised examples, `prompt` (messages) and `response`, from random solutions drawn independently and
+    uniformly."""
     import pyarrow as pa
 
     examples = []

@@ -52,6 +52,7 @@ def shares(weights: Sequence[float]) -> list[int]:
     exact = np.array(weights) / sum(weights) * BLOCK
     counts = np.floor(exact).astype(int)
     largest = np.argsort(-(exact - counts), kind="stable")[: BLOCK - counts.sum()]
+    # the method of largest remainders
     counts[largest] += 1
     return [int(number) for number in counts]
 
@@ -60,8 +61,6 @@ def redraw(seed: int, position: int, first: Drawn, size: int, chance: Callable[[
     """Replaces a drawn row, with some probability, by another one of its file.
 
     Args:
-        position: number of rows drawn before.
-        size: number of rows of its file.
         chance: the probability with which a row is accepted; other rows are then tried, uniformly.
     """
     random, candidate = seeding.generator(seed, "curriculum", position), first

@@ -19,13 +19,10 @@ if TYPE_CHECKING:
 def supervised(
     url: str, tokenizer: PreTrainedTokenizerBase, *, prompt: str, response: str, max_tokens: int
 ) -> tuple[TrajectoryBatch, int]:
-    """Reads supervised examples: rows with a prompt and a response, or with `messages` (or ShareGPT's `conversations`)
-    that end with the response.
+    """Reads supervised examples; see `example_of`.
 
     Args:
         url: Parquet or JSON file, any fsspec URL, or a local folder; see `data_files`.
-        prompt: name of the prompt column.
-        response: name of the response column; `completion` is accepted in its place.
         max_tokens: maximum number of prompt and response tokens; longer examples are left out.
 
     Returns:
@@ -123,16 +120,12 @@ def preferences(
 
 
 def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[Messages, str]:
-    """Splits an example into its prompt and its response.
+    """Splits an example into the messages before its response, and the response's text.
 
     Args:
         value: text after `prompt`, or messages that end with one of the assistant: the whole conversation, or, if the
             first message is the assistant's, a continuation of `prompt`.
-        column: name of the column of `value`, for errors.
         prompt: text or messages before the value, if any.
-
-    Returns:
-        The messages before the response, and its text.
 
     Raises:
         UserError: the value has another form.
@@ -154,13 +147,7 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
 
 
 def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]]:
-    """Yields the two sides of a preference, the preferred first: the messages before a response, and its text.
-
-    `row` has `chosen` and `rejected`, and possibly `prompt`.
-
-    Raises:
-        UserError: the row lacks a side, or has it in another form; see `answered`.
-    """
+    """Yields the two sides of a preference, the preferred first: the messages before a response, and its text."""
     for column in ("chosen", "rejected"):
         if column not in row:
             columns = in_one_line(", ".join(row))

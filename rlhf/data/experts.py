@@ -40,11 +40,7 @@ class ExpertAnswers:
     """The rows of some files, in order: prompts with a response each. They are read on demand."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        """Indexes the files; see `data_files`.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Indexes the files; see `data_files`."""
         self._paths = paths
         self._files = [files.open_rows(file) for path in paths for file in data_files(path)]
         self._starts = list(accumulate(map(len, self._files), initial=0))
@@ -66,14 +62,11 @@ class ExpertAnswers:
     def matched(
         self, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None, max_tokens: int
     ) -> Matched:
-        """Finds the prompts of all answers, by their messages.
+        """Finds the prompts of all answers, by their messages; raises UserError, which names the row, for a malformed
+        one.
 
         Args:
             system_prompt: system message for prompts that have none, in the dataset and in the files.
-            max_tokens: maximum number of tokens of an answer, with the end of turn.
-
-        Raises:
-            UserError: a row is malformed; the message names it.
         """
         by_prompt: dict[bytes, list[int]] = defaultdict(list)
         too_long = 0

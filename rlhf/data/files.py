@@ -65,9 +65,6 @@ def open_rows(url: str) -> RowReader:
 
     Returns:
         The rows. Those of a JSON array, of CSV and of a compressed file are held in memory.
-
-    Raises:
-        UserError: the file cannot be read, or has another format.
     """
     if url.endswith(".parquet"):
         return _Parquet(url)
@@ -86,17 +83,7 @@ def open_rows(url: str) -> RowReader:
 
 
 def read(url: str) -> Iterator[Row]:
-    """Reads rows in order; see `open_rows`.
-
-    Args:
-        url: path or fsspec URL of a file, or a local folder; see `data_files`.
-
-    Yields:
-        The location of a row (file, and row or line number) and the row.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not a JSON object; the message names the line.
-    """
+    """Reads the rows of a file or a local folder in order, with their locations (file, and row or line number)."""
     for file in data_files(url):
         yield from open_rows(file)
 

@@ -52,14 +52,11 @@ class PromptRow(NamedTuple):
 
 
 def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
-    """Finds the prompt of a row.
+    """Finds the prompt of a row; raises UserError if there is none, or it is empty or malformed.
 
     Args:
         row: a row with `prompt`, and possibly `completion`; with `messages`; or with ShareGPT's `conversations`. In the
             last two, a last message of the assistant is the answer.
-
-    Raises:
-        UserError: there is no prompt, or it is empty or malformed.
     """
     column = next((name for name in PROMPTS if row.get(name) is not None), None)
     if column is None:
@@ -89,11 +86,7 @@ def _answer(message: Message) -> str | list[dict[str, Any]]:
 
 
 def truth_of(row: Mapping[str, Any], answer: str | list[dict[str, Any]] | None, where: str) -> Any:
-    """Returns the ground truth of a row: of `reward_model`, of a column in `TRUTHS`, or the row's `answer`.
-
-    Raises:
-        UserError: `reward_model` is not an object.
-    """
+    """Returns the ground truth of a row: of `reward_model`, of a column in `TRUTHS`, or the row's `answer`."""
     reward_model = row.get("reward_model") or {}
     if not isinstance(reward_model, dict):
         raise UserError(f"{where}: reward_model should be an object {{style, ground_truth}}, not {reward_model!r:.60}")
@@ -114,9 +107,6 @@ def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
 
     Args:
         value: messages {role, content}, ShareGPT's {from, value}, or text.
-
-    Raises:
-        UserError: the value is neither a text nor a non-empty list of messages.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -134,11 +124,7 @@ def text_of(message: Message) -> str:
 
 
 def without_nulls(value: Any, but: str | None = None) -> Any:
-    """Returns JSON without the keys that are null, at any depth.
-
-    Args:
-        but: a key whose value stays as it is.
-    """
+    """Returns JSON without the keys that are null, at any depth; the value of the key `but` is unchanged."""
     if isinstance(value, dict):
         return {
             name: member if name == but else without_nulls(member, but)

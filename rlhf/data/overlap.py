@@ -147,6 +147,7 @@ def _bands(similarity: float) -> tuple[int, int]:
 
 
 def _low_bits(shingle: int) -> int:
+    # datasketch expects hashes of 32 bits
     return shingle & 0xFFFFFFFF
 
 

@@ -95,11 +95,7 @@ class PromptDataset:
     """The prompts of some files, in order. They are read on demand; see `ratchet.rlhf.data.files`."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        """Indexes the files; see `data_files`.
-
-        Raises:
-            UserError: a file cannot be read, or there are no prompts.
-        """
+        """Indexes the files; see `data_files`. Raises UserError if there are no prompts."""
         self.paths = [str(path) for path in paths]
         self._files = [
             (number, name_of(path), files.open_rows(file))
@@ -170,14 +166,7 @@ class PromptDataset:
     def without_overlong(
         self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None
     ) -> PromptDataset:
-        """Returns a copy without prompts of more than `max_tokens`.
-
-        Args:
-            system_prompt: system message for prompts that have none.
-
-        Raises:
-            UserError: no prompt of a file is left.
-        """
+        """Returns a copy without prompts of more than `max_tokens`. Raises UserError if no prompt of a file is left."""
         kept = PromptDataset(self.paths)
         kept._kept = array(
             "q",
@@ -244,16 +233,10 @@ def encode(
     truncation: str,
     system_prompt: str | None = None,
 ) -> tuple[str, list[int]]:
-    """Renders a prompt as text and tokens, and truncates the tokens.
+    """Renders a prompt as text, which is never truncated, and as tokens, which are.
 
     Args:
         truncation: `error`, or the part that is cut from a longer prompt: `left`, `right` or `middle`.
-
-    Returns:
-        The text, which is never truncated, and the tokens.
-
-    Raises:
-        UserError: the prompt is empty, or too long with truncation `error`, or cannot be rendered.
     """
     if truncation == "error" and (size := prompt.size(system_prompt)) > BYTES_A_TOKEN * max_tokens:
         raise UserError(
@@ -270,6 +253,7 @@ def encode(
                 f"({text[:60]!r}...): raise it, or set data.truncation"
             )
         assert truncation != "drop", "the dataset has no prompts that are too long"
+        # special tokens at the beginning are never cut
         special = [] if tokenizer.chat_template else beginning(ids[1:], tokenizer)
         kept = len(special) if ids[: len(special)] == special else 0
         head = {"left": kept, "middle": max_tokens // 2, "right": max_tokens}[truncation]
@@ -280,11 +264,7 @@ def encode(
 def tokenize_prompt(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
 ) -> tuple[str, list[int]]:
-    """Renders a prompt as text and tokens, without truncation. Without a chat template, the contents are joined.
-
-    Raises:
-        UserError: the prompt cannot be rendered; see `render`.
-    """
+    """Renders a prompt as text and tokens, without truncation. Without a chat template, the contents are joined."""
 
     def template(messages: Messages) -> str:
         return render(messages, tokenizer, prompt.where, add_generation_prompt=True)
@@ -300,11 +280,7 @@ def tokenize_prompt(
 def render(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, where: str, *, add_generation_prompt: bool = False
 ) -> str:
-    """Renders messages as text. Without a chat template, the contents are joined.
-
-    Raises:
-        UserError: the template refuses the messages, or there are calls of tools, which it does not render.
-    """
+    """Renders messages as text. Without a chat template, the contents are joined."""
     from jinja2 import TemplateError
 
     template = tokenizer.chat_template
@@ -328,10 +304,7 @@ def render(
 def tokenize_start(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenizes the start of a sequence that will be continued, without a chat template.
 
-    The tokenizer's special tokens are put before the text, but none after it.
-
-    Args:
-        text: the text; it may already start with the beginning-of-sequence token.
+    The tokenizer's special tokens are put before the text, which may start with one already, but none after it.
     """
     bos = tokenizer.bos_token or ""
     first = bos if text.startswith(bos) else ""
@@ -356,10 +329,8 @@ def beginning(plain: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Returns the tokens that end a message of the assistant.
 
-    Returns:
-        The tokens that the chat template writes after a message, up to and including the first special tokens
-            (`<|im_end|>`, `<end_of_turn>`); without a template, or without special tokens there, the end-of-sequence
-            token.
+    They are those that the chat template writes after a message, up to and including the first special tokens
+    (`<|im_end|>`, `<end_of_turn>`); without a template, or without special tokens there, the end-of-sequence token.
     """
     from jinja2 import TemplateError
 
@@ -382,15 +353,11 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def with_response(
     messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, where: str = "the prompt"
 ) -> tuple[Rendered, int | None]:
-    """Renders a prompt and its response for a reward model. Without a chat template, the contents are joined and end
-    with the end-of-sequence token.
+    """Renders a prompt and its response for a reward model. Without a chat template, the contents are joined.
 
     Returns:
         The rendered conversation, and the position of the response in its text; None if the template changes the
-            response.
-
-    Raises:
-        UserError: the prompt cannot be rendered; see `render`.
+        response.
     """
     conversation: Messages = [*messages, {"role": "assistant", "content": response}]
     if not tokenizer.chat_template:

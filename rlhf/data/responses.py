@@ -26,10 +26,9 @@ def response_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str
 def around_turns(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Returns the tokens around turns, which are not part of their text.
 
-    Returns:
-        The beginning and the ends of a sequence, padding, and the special tokens that the chat template writes between
-            a message's end and the content of the next one. Tags (`<think>` and `</think>`) are text, whoever writes
-            them.
+    They are the beginning and the ends of a sequence, padding, and the special tokens that the chat template writes
+    between a message's end and the content of the next one. Tags (`<think>` and `</think>`) are text, whoever writes
+    them.
     """
     state, template = state_of(tokenizer), str(tokenizer.chat_template)
     if template not in state.around_turns:

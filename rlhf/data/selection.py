@@ -22,7 +22,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows are made from the trajectories."""
+    """The rows to make from trajectories."""
 
     kind: Kind
     min_score: float | None = None

@@ -57,7 +57,6 @@ def render_contents(template: Callable[[T], str], contents: T, tokenizer: PreTra
     tokens: beside them, or, if the template inspects them and then writes something else, in their place.
 
     Args:
-        template: renders contents as text.
         contents: texts written by others, or lists and dictionaries of texts at any depth.
     """
     text, state = template(contents), state_of(tokenizer)
@@ -103,11 +102,7 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def around_content(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, is_prompt: bool = False) -> list[str]:
     """Returns what the chat template writes before, between and after the places where it writes `CONTENT`.
 
-    Args:
-        is_prompt: whether the start of the assistant's next message follows.
-
-    Raises:
-        TemplateError: the template refuses the messages.
+    With `is_prompt` the start of the assistant's next message follows. Raises TemplateError if the template refuses.
     """
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt)
     return str(text).split(CONTENT)

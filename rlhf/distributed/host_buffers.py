@@ -124,6 +124,7 @@ class HostBuffers:
         if leaving:
             self._synchronize()
         for storage in leaving.values():
+            # frees the memory, while tensors keep their storage
             storage.resize_(0)
         return bool(leaving)
 

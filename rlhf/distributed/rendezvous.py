@@ -16,7 +16,6 @@ class Rendezvous:
         """Listens on a free port.
 
         Args:
-            host: this machine's address, to which the other members connect.
             timeout_s: how long members wait for each other, in seconds.
         """
         # the listening socket is passed on, so that no other process can take the port in between
@@ -34,12 +33,7 @@ class Rendezvous:
 
 
 def connected(url: str, timeout: timedelta) -> TCPStore:
-    """Connects to a rendezvous that another member has opened.
-
-    Args:
-        url: the URL of the rendezvous.
-        timeout: how long to wait for it, and then for other members.
-    """
+    """Connects to a rendezvous that another member has opened."""
     place = urlsplit(url)
     assert place.hostname is not None and place.port is not None
     return TCPStore(place.hostname, place.port, is_master=False, timeout=timeout)

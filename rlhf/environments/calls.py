@@ -46,7 +46,6 @@ class EnvironmentCalls:
 
         Args:
             timeout_s: time limit of a call, in seconds.
-            concurrency: maximum number of concurrent calls.
             on_error: what happens to a trajectory whose environment fails; see `Generator`.
         """
         self.on_error = on_error
@@ -60,11 +59,7 @@ class EnvironmentCalls:
         return bool(getattr(self._make, "replayable", False))
 
     async def of(self, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> Environment:
-        """Returns the environment of a trajectory, in the state after its answered turns.
-
-        If the trajectory has no environment yet, its answered turns are replayed in a new one. Raises EnvironmentFailed
-        if it fails, or takes too long.
-        """
+        """Returns the environment of a trajectory, in the state after its answered turns. Raises EnvironmentFailed."""
         trajectory_id = dialogue.request.trajectory_id
         if (existing := self._environments.get(id(dialogue))) is not None:
             return existing
@@ -72,29 +67,21 @@ class EnvironmentCalls:
         assert beginning is not None, "a trajectory with an environment has a beginning"
 
         environment = self._environments[id(dialogue)] = await self.begin(beginning, f"{trajectory_id}, at reset")
+        # a new environment replays the trajectory's turns
         for turn in dialogue.answered_turns:
             text = response_text(turn, tokenizer)
             await self._call(partial(environment.step, text), f"{trajectory_id}, replaying a turn")
         return environment
 
     async def begin(self, beginning: Beginning, where: str) -> Environment:
-        """Creates an environment and resets it for a prompt; `where` names the trajectory, or the row of the dataset,
-        in errors.
-
-        Raises:
-            EnvironmentFailed: it failed, or took too long.
-        """
+        """Creates an environment and resets it for a prompt; `where` names the place of an error."""
         environment: Environment = await self._call(partial(self._make, **self._options), where)
         reset = partial(environment.reset, beginning.messages, *structures(*beginning[1:]))
         await self._call(reset, where)
         return environment
 
     async def step(self, dialogue: Dialogue, turn: str) -> Observation:
-        """Answers a turn of the policy; the trajectory's environment is ready.
-
-        Raises:
-            EnvironmentFailed: the environment failed, or took too long.
-        """
+        """Answers a turn of the policy; the trajectory's environment is ready. Raises EnvironmentFailed."""
         trajectory_id = dialogue.request.trajectory_id
         where = f"{trajectory_id}, turn {turn[-60:]!r}"
         observation: Observation = await self._call(partial(self._environments[id(dialogue)].step, turn), where)
@@ -121,13 +108,10 @@ class EnvironmentCalls:
 
 
 def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt], system_prompt: str | None) -> list[str]:
-    """Resets an environment for a few prompts, before anything is generated.
+    """Resets an environment for a few prompts, before anything is generated; returns a line for each that failed.
 
     Args:
         environment: `rollout.environment`. Unless `on_error` is `fail`, a prompt has `RESETS` attempts.
-
-    Returns:
-        One line for each prompt that failed, with the file and the row.
 
     Raises:
         UserError: the class cannot be loaded.

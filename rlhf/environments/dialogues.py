@@ -187,6 +187,7 @@ class Dialogue:
         self.ids += ids
         self.log_probs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
+        # the environment's tokens count as of the turn that they answer
         self.versions += [self.versions[-1]] * len(ids)
 
     @property
@@ -219,9 +220,6 @@ def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokeniz
     Args:
         content: text, which is tokenized unchanged, or messages, which the chat template renders after a message of the
             assistant, with the start of the assistant's next message.
-
-    Raises:
-        UserError: the chat template refuses the messages.
     """
     if isinstance(content, str):
         return text_ids(content, tokenizer)

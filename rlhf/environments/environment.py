@@ -42,18 +42,13 @@ class Environment(Protocol):
         """Starts a trajectory.
 
         Args:
-            messages: messages of the prompt, {role, content}.
             ground_truth: ground truth of the prompt, as in the dataset; the environment may modify it.
             extra_info: `extra_info` of the prompt, as in the dataset; the environment may modify it.
         """
         ...
 
     def step(self, turn: str) -> Observation:
-        """Answers a turn of the policy.
-
-        Args:
-            turn: the text that the policy wrote since the last observation.
-        """
+        """Answers the text that the policy wrote since the last observation."""
         ...
 
 
@@ -62,11 +57,7 @@ class EnvironmentFailed(RatchetError):
 
 
 def load_environment(name: str) -> Callable[..., Environment]:
-    """Loads an environment class; raises UserError if there is none, or its module cannot be imported.
-
-    Args:
-        name: a built-in, ``package.module:Class`` or ``folder/file.py:Class``.
-    """
+    """Loads an environment class by name; raises UserError if there is none, or its module cannot be imported."""
     environment_class: Callable[..., Environment] = load_named(
         name, KEY, "ratchet.rlhf.environments", ("Environment",), BUILT_IN
     )
@@ -98,11 +89,7 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
 
 
 def environment_digest(name: str, options: Mapping[str, Any]) -> str:
-    """Returns the sha256 of the source of the environment's module, and of what its class method `identity` returns for
-    the options.
-
-    Changed code is a different environment.
-    """
+    """Returns the sha256 of the environment module's source, and of what the class method `identity` returns."""
     make = load_environment(name)
     source, identity = source_of(make, KEY, name), getattr(make, "identity", None)
     return hashlib.sha256((source if identity is None else source + identity(**options)).encode()).hexdigest()

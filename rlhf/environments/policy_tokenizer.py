@@ -23,10 +23,6 @@ def policy_tokenizer(
     Args:
         environment: `rollout.environment`. If its class has a class method `schemas` of the options, the chat template
             gets the tools that it returns.
-        special_tokens: `data.special_tokens`.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded, or its chat template does not describe tools.
     """
     tokenizer = load_tokenizer(model)
     treat_special_tokens(tokenizer, special_tokens)

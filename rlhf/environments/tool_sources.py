@@ -61,9 +61,6 @@ class FunctionTool(Tool):
     def __init__(self, named: str) -> None:
         """Loads the function.
 
-        Args:
-            named: ``package.module:function`` or ``file.py:function``.
-
         Raises:
             UserError: there is no such function, or it has no schema.
         """

@@ -21,14 +21,11 @@ NOISE = ("dropout", "pdrop", "layerdrop", "drop_path", "droppath", "jitter")
 
 
 def model_config(model: ModelConfig, key: str = "model", *, num_labels: int | None = None) -> PreTrainedConfig:
-    """Loads the config of a model.
+    """Loads the config of a model; raises UserError if it cannot be read, or has its own code without
+    `trust_remote_code`.
 
     Args:
-        key: config key of the model, for errors.
         num_labels: number of labels of a classifier; None: that of the folder.
-
-    Raises:
-        UserError: the config has its own code, and `model.trust_remote_code` is false; or it cannot be read.
     """
     from transformers import AutoConfig
 

@@ -87,11 +87,7 @@ def hub_layout(model: PreTrainedModel) -> dict[str, tuple[HubTensor, ...]]:
 
 
 def split(parameter: Tensor, hub: Sequence[HubTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the names and values of a parameter's hub tensors.
-
-    Args:
-        parameter: the whole parameter; if it is contiguous, the values share its memory.
-    """
+    """Yields the names and values of a parameter's hub tensors; they share the memory of a contiguous parameter."""
     values = torch.split(parameter.reshape(-1), [tensor.elements for tensor in hub])
     for tensor, part in zip(hub, values, strict=True):
         yield tensor.name, part.view(tensor.shape)

@@ -70,9 +70,6 @@ def apply_liger(model: PreTrainedModel) -> None:
     """Replaces norms, rotary embeddings and activations by Liger's kernels, in place.
 
     Rotary embeddings are replaced for all models of this architecture in the process.
-
-    Raises:
-        UserError: Liger has no kernels for the architecture.
     """
     check_liger(model.config.model_type)
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
@@ -85,15 +82,9 @@ def apply_liger(model: PreTrainedModel) -> None:
 
 
 def liger_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Computes log-probs from hidden states, in pieces, by Liger's linear cross-entropy.
+    """Computes log-probs in nats from hidden states, in pieces, by Liger's linear cross-entropy.
 
-    Args:
-        hidden: shape (tokens, hidden).
-        weight: matrix of the head, shape (vocab, hidden).
-        targets: token ids, shape (tokens,).
-
-    Returns:
-        Log-probs in nats, float32, shape (tokens,).
+    `weight` is the head's matrix, shape (vocab, hidden).
     """
     import torch
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy

@@ -93,12 +93,7 @@ class CachedPrompts:
 
     @classmethod
     def of(cls, cache: DynamicCache, visible: Tensor | None, prompt_of: Int[Tensor, " rows"]) -> CachedPrompts:
-        """Takes the keys and values of prompts from a cache.
-
-        Args:
-            cache: filled by a forward pass over the prompts.
-            visible: True where a position is not padding, shape (prompts, prompt); None: there is no padding.
-        """
+        """Takes the keys and values of prompts from a cache, which a forward pass over them has filled."""
         keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True)
         return cls._grouped(keys, values, visible, prompt_of)
 
@@ -129,12 +124,7 @@ class CachedPrompts:
     ) -> Float[Tensor, "rows 1 heads dim"]:
         """Computes the attention of the newest token of each response to its prompt and to its own tokens.
 
-        Args:
-            layer: number of the layer.
-            query: shape (rows, heads, 1, dim).
-            key: keys of the responses' own tokens, shape (rows, key heads, time, dim).
-            value: their values, same shape.
-            scale: factor of the scores.
+        `query` has shape (rows, heads, 1, dim); `key` and `value` of the own tokens (rows, key heads, time, dim).
         """
         rows, heads, _, dim = query.shape
         query = query.view(rows, key.shape[1], -1, dim)

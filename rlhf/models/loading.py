@@ -30,13 +30,9 @@ if TYPE_CHECKING:
 
 
 def actor_skeleton(model: ModelConfig, seed: int = 0, *, trainable: bool = True) -> Skeleton:
-    """Builds a causal language model without weights, for a train engine.
+    """Builds a causal language model without weights, for a train engine; raises UserError if the folder lacks one.
 
-    Args:
-        trainable: the weights are float32; otherwise they have `model.dtype`, the type of the computation.
-
-    Raises:
-        UserError: the folder lacks a weight.
+    Trainable weights are float32, others have `model.dtype`, the type of the computation.
     """
     from transformers import AutoModelForCausalLM
 
@@ -51,9 +47,6 @@ def critic_skeleton(model: ModelConfig, seed: int = 0) -> Skeleton:
 
     A new head starts at zero, so that all values are 0 at first. If the folder has a head, from an earlier critic or a
     reward model, it is kept.
-
-    Raises:
-        UserError: the folder lacks a weight other than the head, or its head has several labels.
     """
     from transformers import AutoModelForTokenClassification
 

@@ -31,11 +31,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
     """Adds adapters to a model in place; `seed` seeds their initial weights. Only they and a classifier head stay
-    trainable.
-
-    Raises:
-        UserError: no layer matches `target_modules`, or they include embeddings, the head or experts.
-    """
+    trainable."""
     import torch
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -138,15 +138,11 @@ class TensorBlock:
 def local_layout(
     config: PreTrainedConfig, shapes: Shapes, place: Place, *, fused: bool = False
 ) -> dict[str, tuple[TensorBlock, ...]]:
-    """Describes the blocks of which a rank's parameters consist.
+    """Describes the blocks of which a rank's parameters consist, by their names in Megatron, in order.
 
     Args:
         config: the model's config; `refusal` must be None.
         shapes: shapes of all parameters of the model, by their names in transformers; a tied head is left out.
-        fused: whether parameters have the names that TransformerEngine gives them.
-
-    Returns:
-        The blocks of each parameter by its name in Megatron, in order: together they are the flattened parameter.
 
     Raises:
         UserError: the model has a tensor that Megatron has no place for.
@@ -260,11 +256,8 @@ def parts_between(
 
 
 def refusal(config: PreTrainedConfig, place: Place) -> str | None:
-    """Returns why Megatron cannot train a model in a layout; None if it can.
-
-    Args:
-        place: only its `tensors`, `stages` and `experts` matter.
-    """
+    """Returns why Megatron cannot train a model in a layout, by its `tensors`, `stages` and `experts`; None if it
+    can."""
     if config.model_type not in MODEL_TYPES:
         return f"{config.model_type} is not supported yet by engine megatron ({', '.join(MODEL_TYPES)} are): use fsdp"
     experts = getattr(config, "num_experts", None)

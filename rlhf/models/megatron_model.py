@@ -52,15 +52,9 @@ class Attention(torch.nn.Module):
         self.group = parallel_state.get_context_parallel_group()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Computes attention.
+        """Computes attention of this rank's queries, shape (time, sequences, heads, size).
 
-        Args:
-            query: shape (time, sequences, heads, size), of this rank's tokens.
-            key: shape (time, sequences, groups of heads, size).
-            value: same shape as `key`.
-
-        Returns:
-            Shape (time, sequences, heads * size).
+        Keys and values have one head per group. The result has shape (time, sequences, heads * size).
         """
         if self.contexts > 1:
             time, sequences = query.shape[:2]
@@ -80,13 +74,7 @@ class Attention(torch.nn.Module):
 
 @lru_cache(1)  # for all layers of a micro-batch
 def _own_segments(time: int, sequences: int, context: int, contexts: int, device: torch.device) -> Segments:
-    """Describes how a rank's tokens attend to the gathered ones.
-
-    Args:
-        time: number of the rank's tokens of each sequence.
-        sequences: number of sequences.
-        context: number of the rank.
-        contexts: number of ranks.
+    """Describes how a rank's `time` tokens of each sequence attend to the gathered ones.
 
     Returns:
         The segments of the tokens, sequence by sequence, and of keys in the flattened shape (time, sequences).
@@ -110,16 +98,10 @@ class Router(TopKRouter):  # type: ignore[misc]
 
 
 def local_positions(time: int, context: int, contexts: int, device: torch.device) -> Tensor:
-    """Returns the positions of a rank's tokens in a sequence: a piece of its beginning and one of its end, so that all
-    ranks attend to equally many.
+    """Returns the positions of a rank's tokens in a sequence, ascending, shape (time / contexts,).
 
-    Args:
-        time: length of the sequence, a multiple of 2 * contexts.
-        context: number of the rank.
-        contexts: number of ranks.
-
-    Returns:
-        Shape (time / contexts,), ascending.
+    They are a piece of its beginning and one of its end, so that all ranks attend to equally many tokens. `time` is a
+    multiple of 2 * contexts.
     """
     pieces = torch.arange(time, device=device).view(2 * contexts, -1)
     return torch.cat([pieces[context], pieces[2 * contexts - 1 - context]])
@@ -135,9 +117,6 @@ class Decoder(GPTModel):  # type: ignore[misc]  # megatron-core has no type hint
 
     def hidden(self, input_ids: Tensor) -> Tensor:
         """Computes the hidden states of this rank's share of each sequence.
-
-        Args:
-            input_ids: shape (sequences, time), padded on the right; the first stage reads them.
 
         Returns:
             Shape (time / ranks that share sequences, sequences, width); time is rounded up. The other stages compute
@@ -155,8 +134,6 @@ class Decoder(GPTModel):  # type: ignore[misc]  # megatron-core has no type hint
         """Selects hidden states from all ranks' shares; the ranks that share sequences select different ones.
 
         Args:
-            hidden: what `hidden` returned, on the last stage.
-            time: length of the sequences.
             at: indices of tokens in the flattened sequences, shape (tokens,).
 
         Returns:
@@ -216,9 +193,6 @@ def decoder(
         model: the model; it may be on the meta device. Its rotary frequencies are used.
         head: `policy`: the head gives logits; otherwise a value.
         recompute: recompute all activations in the backward pass, or those of MLPs and experts.
-
-    Returns:
-        The decoder, in which nothing is random.
     """
     hf: Any = model.config.get_text_config()
     has_engine = has_transformer_engine()

@@ -107,6 +107,7 @@ def _similar(*lengths: np.ndarray) -> list[np.ndarray]:
     Pieces whose first length is 0 are left out.
     """
     real = np.flatnonzero(lengths[0])
+    # the exponent of the smallest power of two that is not less than the length
     powers = np.stack([np.frexp(length[real] - 0.5)[1] for length in lengths])
     kinds, kind_of = np.unique(powers, axis=1, return_inverse=True)
     return [real[kind_of.ravel() == kind] for kind in range(kinds.shape[1])]

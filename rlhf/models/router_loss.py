@@ -32,11 +32,8 @@ class RouterLoss:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RouterLoss | None:
-        """Reads the settings from a model's config; None if it does not ask for the loss.
-
-        Raises:
-            UserError: the config asks for it, but the model does not support it.
-        """
+        """Reads the settings from a model's config; None if it does not ask for the loss, UserError if the model lacks
+        it."""
         config = model.config.get_text_config()
         if not getattr(config, "output_router_logits", False):
             return None
@@ -60,7 +57,6 @@ class RouterLoss:
         f is the share of tokens routed to expert e, and P its mean probability.
 
         Args:
-            router_logits: one tensor for each layer with experts.
             copies: weight of each token: the number of sequences that contain it, 0 for padding.
             summed: sums a tensor over the processes that have other tokens of the same sequences.
 

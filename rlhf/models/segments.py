@@ -89,15 +89,9 @@ class Segments:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # one kernel, which takes the pieces' lengths
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Computes attention; returns shape (tokens, heads, dim).
-
-        Args:
-            query: shape (tokens, heads, dim).
-            key: shape (tokens, key heads, dim).
-            value: same shape as `key`.
-            scale: factor of the scores; None: 1 / sqrt(dim).
-        """
+        """Computes attention; `query` and the result have shape (tokens, heads, dim), `key` and `value` fewer heads."""
         device = query.device.type
+        # autocast does not cast the inputs of this kernel
         if query.dtype == torch.float32 and torch.is_autocast_enabled(device):
             query, key, value = (heads.to(torch.get_autocast_dtype(device)) for heads in (query, key, value))
         if self.keys is not None:

@@ -68,12 +68,7 @@ class Team:
         return whole[:, self.index * self._width(whole) : (self.index + 1) * self._width(whole)]
 
     def padded(self, input_ids: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Pads sequences on the right to a multiple of `size`.
-
-        Args:
-            input_ids: shape (sequences, time).
-            position_ids: same shape; None: counted from the left.
-        """
+        """Pads sequences on the right to a multiple of `size`; `position_ids` None: counted from the left."""
         missing = -input_ids.shape[1] % self.size
         ids = torch.nn.functional.pad(input_ids, (0, missing))
         if position_ids is None:
@@ -81,11 +76,7 @@ class Team:
         return ids, torch.nn.functional.pad(position_ids, (0, missing))
 
     def mine(self, at: Int[Tensor, " tokens"], time: int) -> tuple[Bool[Tensor, " tokens"], Int[Tensor, " mine"]]:
-        """Locates indices in this process's share.
-
-        Args:
-            at: indices in the flattened whole input, shape (tokens,).
-            time: length of the padded sequences.
+        """Locates indices, in the flattened whole input with sequences of `time` tokens, in this process's share.
 
         Returns:
             A mask of the indices in this process's share, shape (tokens,), and those indices in the flattened share.

@@ -106,8 +106,6 @@ def materialize(
     """Gives memory to the parameters on the meta device, and moves the rest; tied parameters stay tied.
 
     Args:
-        module: changed in place.
-        device: the device of all parameters and buffers.
         dtype: type of the parameters that get memory; None: they keep theirs.
         then: called with each of these parameters before the next one gets memory; buffers then stay where they are.
     """
@@ -126,13 +124,9 @@ def materialize(
 
 
 def folder_state(folder: Path) -> StoredState:
-    """Opens the safetensors files of a model folder, to be read by range.
+    """Opens the safetensors files of a model folder, to be read by range, by their tensors' names in the files.
 
-    Returns:
-        The stored tensors, by their names in the files.
-
-    Raises:
-        Unreadable: the folder has no safetensors under their usual names, or they are quantized.
+    Raises Unreadable if the folder has none under their usual names, or they are quantized.
     """
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
@@ -157,14 +151,10 @@ def folder_state(folder: Path) -> StoredState:
 
 
 def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[str, RangeReader]:
-    """Finds the stored tensor of each parameter and buffer, renaming tensors as transformers does.
+    """Finds the stored tensor of each parameter and buffer that the files have, renaming tensors as transformers does.
 
     Args:
         model: the model; parameters that it ties are untied if the files have different weights for them.
-        stored: the tensors in the model's files, by name.
-
-    Returns:
-        The stored tensors by name of the parameter or buffer, without those that the files lack.
 
     Raises:
         Unreadable: a parameter does not consist of stored tensors, one after the other.
@@ -242,7 +232,6 @@ def extended(
     """Adds parameters to a skeleton, such as adapters. Their values are kept in memory.
 
     Args:
-        skeleton: the skeleton; its model is changed in place.
         extend: adds the parameters to the model, whose parameters are then on the CPU, but take no memory.
         name_in_base: returns the name that a parameter had before.
     """

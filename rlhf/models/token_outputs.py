@@ -69,7 +69,6 @@ class TokenOutputs(torch.nn.Module):
             model: the model; it may be on the meta device. The check computes with a small one of its architecture.
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
             team: the processes that split each sequence; None: sequences are not split.
-            varlen: whether there is a kernel for `Segments`.
 
         Raises:
             UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
@@ -119,11 +118,8 @@ class TokenOutputs(torch.nn.Module):
         """Computes outputs at selected positions.
 
         Args:
-            input_ids: token ids, shape (sequences, time).
             position_ids: same shape; None: counted from the left.
             at: indices in the flattened `input_ids` of the positions that predict the targets, shape (tokens,).
-            targets: the tokens to predict, shape (tokens,).
-            temperature: divisor of the logits.
             outputs: names of the outputs; only `entropy` is optional.
             shared: how the tokens of a row of several sequences attend to each other; None: each row is a sequence.
             copies: number of sequences that each token is part of, shape (sequences, time); None: the router's
@@ -233,11 +229,8 @@ class TokenOutputs(torch.nn.Module):
         return logits
 
     def use(self, kernels: Kernels) -> None:
-        """Replaces kernels of the model in place; see `ratchet.rlhf.models.kernels`.
-
-        Raises:
-            UserError: `liger` does not support the model.
-        """
+        """Replaces kernels of the model in place; see `ratchet.rlhf.models.kernels`. Raises UserError if Liger lacks
+        the model."""
         self.kernels = kernels
         if kernels == "compile":
             compile_layers(self.model)
@@ -287,10 +280,6 @@ def log_probs_and_entropy(
     z are the temperature-scaled logits; lse is the log of the sum of exponentials.
 
     Args:
-        logits: shape (*tokens, vocab); with `share`, those of this process's part of the vocabulary.
-        targets: token ids y, shape (*tokens).
-        temperature: divisor of the logits.
-        entropy: whether to compute the entropy.
         share: this process's part of the vocabulary; None: all of it. With a part, all members of the team must make
             the same call, and compute the same loss from what it returns.
 

@@ -33,13 +33,9 @@ TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model.
+    """Loads the tokenizer of a model; raises UserError if it cannot be loaded, or does not fit the config.
 
-    Args:
-        writes: the model generates, so the tokenizer needs an end-of-sequence token.
-
-    Raises:
-        UserError: it cannot be loaded, or does not fit the config.
+    If the model `writes`, the tokenizer needs an end-of-sequence token.
     """
     tokenizer = _tokenizer(model, model_folder(model), runs_code=model.trust_remote_code)
     if writes and tokenizer.eos_token_id is None:
@@ -138,15 +134,7 @@ def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
 
 
 def check_embeddings(tokenizer_of: ModelConfig, *models: ModelConfig) -> None:
-    """Checks that models have an embedding for every token.
-
-    Args:
-        tokenizer_of: the model whose tokenizer writes the tokens.
-        models: models that read them.
-
-    Raises:
-        UserError: some have fewer, with a line for each.
-    """
+    """Raises UserError, with a line for each, for models without an embedding for every token of `tokenizer_of`."""
     vocabulary = load_tokenizer(tokenizer_of, writes=False).get_vocab()
     rows = {model.path: getattr(text_config(model), "vocab_size", None) for model in models}
     size = max(vocabulary.values()) + 1

@@ -25,11 +25,6 @@ def truncated(model: PreTrainedModel, *, attention: str, teams_of: int = 1) -> P
 
     It has a layer of each kind that the model has, and at least two; few attention heads, of the same size; and a small
     vocabulary. If that cannot be built, fewer things are changed, in the end none.
-
-    Args:
-        model: the model; it may be on the meta device.
-        attention: the attention kernel of the small model.
-        teams_of: number of processes that will share the heads.
     """
     for narrow in (True, False):
         try:

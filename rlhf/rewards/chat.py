@@ -79,19 +79,17 @@ class ChatClient:
         self._takes_json_mode = True
 
     async def ask(self, messages: Sequence[Message], read: Callable[[object], T]) -> T:
-        """Asks for a JSON value at temperature 0, unless the same question was asked before.
+        """Asks for a JSON value at temperature 0, unless the same question was asked before. Raises RewardFailed.
 
         Args:
             read: converts the JSON value; raises ValueError if it is not what was asked for.
-
-        Raises:
-            RewardFailed: there was no usable answer after all retries.
         """
         question = {"model": self._model, "messages": list(messages), "temperature": 0.0}
         digest = sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
         if digest not in self._asked:
             asking = self._asked[digest] = asyncio.create_task(self._answer(digest, question, read))
             asking.add_done_callback(lambda _: self._asked.pop(digest))
+        # shielded: one caller's cancellation must not cancel the question for the others
         return read(_parsed(await asyncio.shield(self._asked[digest])))
 
     async def _answer(self, digest: str, question: Mapping[str, object], read: Callable[[object], object]) -> str:

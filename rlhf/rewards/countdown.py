@@ -105,6 +105,7 @@ class _Parser:
     """Recursive descent: one method per rule of the grammar, each appending to `postfix`."""
 
     def __init__(self, text: str) -> None:
+        # reversed, so that the next token is at the end
         self.tokens = _TOKEN.findall(text)[::-1]
         self.postfix: list[int | str] = []
         self.depth = 0

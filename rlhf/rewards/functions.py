@@ -196,7 +196,7 @@ class Reward:
 
     @property
     def _wrapper(self) -> str:
-        """How to wrap a function with another signature, matching its parameters by their names."""
+        """An example of a wrapper for a function with another signature, matching its parameters by their names."""
         meanings, misspelt = _meanings(
             {name: parameter for name, parameter in self._parameters.items() if name not in self.options}
         )
@@ -227,12 +227,9 @@ class Reward:
     def score(self, group: Sequence[Trajectory]) -> list[Outcome]:
         """Scores some responses in one call.
 
-        Args:
-            group: responses to a prompt; a single one for a function that takes no more.
-
         Returns:
             The outcome of each, in order. Parts of a score that are not finite numbers or do not fit into float32 are
-                in `Score.left_out`.
+            in `Score.left_out`.
         """
         try:
             result = self.function(**self._arguments(group))
@@ -332,7 +329,7 @@ def _meanings(parameters: Mapping[str, inspect.Parameter]) -> tuple[dict[str, st
 
     Returns:
         An expression for each parameter, by name: the argument that the name means, else the next one that is left,
-            else the value of that name in `extra_info`. And the misspelt arguments, by the parameter's name.
+        else the value of that name in `extra_info`. And the misspelt arguments, by the parameter's name.
     """
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic}
@@ -380,7 +377,7 @@ def took_too_long(timeout_s: float, group: Sequence[Trajectory]) -> RewardFailed
 
 
 def _outcome(result: Any, trajectory: Trajectory) -> Outcome:
-    """The score in what a function returned for a response."""
+    """Reads the score in a function's result for a response."""
     parts: dict[str, float] = dict(result) if isinstance(result, dict) else {"score": result}
     source = trajectory.data_source
     try:

@@ -81,7 +81,7 @@ def _plain(latex: str) -> str:
 
 
 def boxed(text: str) -> str | None:
-    """The last ``\\boxed{...}``, whole, if it is complete; ``\\boxed 4`` and ``\\fbox{4}`` are ``\\boxed{4}``."""
+    """Returns the last complete ``\\boxed{...}``; ``\\boxed 4`` and ``\\fbox{4}`` are read as ``\\boxed{4}``."""
     for box in reversed(list(_BOXED.finditer(text))):
         if text[box.end() : box.end() + 1] == "{":
             depth = 0

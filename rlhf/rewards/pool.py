@@ -145,22 +145,12 @@ class RewardPool:
 
     @property
     def takes_groups(self) -> bool:
-        """True if a function scores the trajectories of a prompt together, as `group`.
-
-        Raises:
-            RewardFailed: a child could not start.
-        """
+        """True if a function scores the trajectories of a prompt together, as `group`."""
         return any(kind.takes_group for kind in self._children[0].kinds())
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score | RatchetError]:
-        """Scores some responses; those with the same `prompt_id` are a group.
-
-        Returns:
-            For each response, in order, its score, or the error that prevented it.
-
-        Raises:
-            RewardFailed: a child could not start, for example because the reward cannot be imported.
-        """
+        """Scores some responses, in order; those with the same `prompt_id` are a group. Raises RewardFailed if no child
+        starts."""
         if not trajectories:
             return []
         kinds = self._children[0].kinds()
@@ -276,17 +266,12 @@ def try_rewards(
     data source.
 
     Args:
-        reward: the reward section of the config.
-        prompts: a few prompts, such as the first of each file.
         write: makes an answer as the policy would write it.
         note: called for each built-in that does not give 1 to a right answer.
 
     Yields:
         One line for each prompt whose answers cannot be scored, with the file, the row and the first failure; a user's
-            function that fails with the same error for all prompts gets only one.
-
-    Raises:
-        RewardFailed: the reward process could not start.
+        function that fails with the same error for all prompts gets only one.
     """
     if not reward.functions or not prompts:
         return
@@ -346,14 +331,7 @@ def try_rewards(
 def compare_columns(
     reward: RewardConfig, prompts: Sequence[Prompt], write: Callable[[Prompt, str], TrialAnswer]
 ) -> Iterator[str]:
-    """Scores the solutions of rows that also have an answer as their truth, before anything is generated.
-
-    Yields:
-        One line for each solution to which a built-in that compares with the answer gives 0.
-
-    Raises:
-        RewardFailed: the reward process could not start.
-    """
+    """Yields one line for each row's solution to which a built-in, which compares with the answer, gives 0."""
     names = {name: 1.0 for name in reward.functions if name in COMPARING and name != "code"}
     worked = [
         (prompt, solution)
@@ -496,6 +474,7 @@ class _Child:
                     # one by one, so that only the request that ends the child is lost
                     batches.extend([number] for number in suspects)
                 if rest:
+                    # a child that ends twice before it starts any request is itself broken
                     ended_idle = 0 if begun else ended_idle + 1
                     if ended_idle > 1:
                         raise RewardFailed(cause or "the reward's process does not answer")
@@ -509,7 +488,7 @@ class _Child:
 
         Returns:
             The requests that the child has started, and how it ended if that was before the last one was done; None: it
-                was killed because it did not answer in time.
+            was killed because it did not answer in time.
         """
         numbers = list(requests)
         self._ask({"requests": [request.as_json() for request in requests.values()], "concurrently": concurrently})

@@ -108,9 +108,6 @@ def reward_digest(names: Collection[str]) -> str:
     Args:
         names: functions in `reward.function`, in any order. ``auto`` includes the sources of all built-ins except
             ``judge``, which it never chooses.
-
-    Raises:
-        UserError: a function cannot be loaded, or has no Python source.
     """
     sources = [_source(name) for name in sorted(names)]
     if "auto" in names:

@@ -61,7 +61,6 @@ def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> d
 
     Args:
         parameters: number of parameters of each model in the same processes, by role.
-        ranks: number of those processes.
     """
     held: dict[str, float] = {}
     for role, trainer in config.trainers.items():
@@ -99,11 +98,7 @@ def check_fits(utilization: float, total: float, held: Mapping[str, float]) -> N
 def await_room(
     utilization: float, free_and_total: Callable[[], tuple[int, int]], *, wait_s: float = ROOM_S, every_s: float = 0.2
 ) -> None:
-    """Waits until vLLM can have the share of a GPU that it asks for; raises UserError after `wait_s` seconds.
-
-    Args:
-        free_and_total: reads the free and the total memory of the GPU, in bytes.
-    """
+    """Waits until vLLM can have the share of a GPU that it asks for; raises UserError after `wait_s` seconds."""
     for attempt in Retrying(
         retry=retry_if_exception_type(UserError), stop=stop_after_delay(wait_s), wait=wait_fixed(every_s), reraise=True
     ):
@@ -113,12 +108,7 @@ def await_room(
 
 
 def check_config(config: RunConfig, vllm: VLLMConfig, roles: Iterable[str], total: float) -> None:
-    """Raises UserError if vLLM does not fit beside the other models of its processes, before anything is loaded.
-
-    Args:
-        roles: roles of the processes that hold the rollout.
-        total: memory of a GPU in bytes.
-    """
+    """Raises UserError if vLLM does not fit beside the other models of its processes, before anything is loaded."""
     models = {"actor": config.model, "critic": config.critic_model, **config.frozen_models}
     models |= {} if config.reward.model is None else {"reward": config.reward.model}
     counts = {role: parameter_count(model_folder(models[role])) for role in roles if role in models}

@@ -106,6 +106,7 @@ def seed_of(request: Request, sampling: Sampling) -> int | None:
     """Derives the seed of a request, a non-negative int64; None if the engine uses its own noise."""
     if sampling.seeds == "engine":
         return None
+    # a continuation must not draw the noise of the beginning again
     place = [request.generated_tokens] if request.generated_tokens else []
     return int(seeding.generator(sampling.seed, "generate", request.trajectory_id, *place).integers(2**63))
 
@@ -125,10 +126,9 @@ class RolloutEngine(ABC):
     """A model that generates responses. Requests may join and leave while others run."""
 
     in_batches: ClassVar[bool] = False
-    """True if requests are generated in fixed batches.
+    """True if requests are generated in fixed batches, each of which always gives the same bits.
 
-    Rounding then depends on the requests of a batch, and the same batch gives the same bits. Such an engine starts when
-    every request announced by `join` is waiting.
+    Such an engine starts when every request announced by `join` is waiting.
     """
 
     @abstractmethod
@@ -137,9 +137,6 @@ class RolloutEngine(ABC):
 
         Log-probs are computed from the temperature-scaled logits, before truncation (`top_p`, `top_k`, `min_p`); at
         temperature 0 (greedy), from the plain logits. Closing the generator cancels the request.
-
-        Yields:
-            The response's tokens as they are generated; only the last chunk has a finish reason.
 
         Raises:
             EngineLost: the engine's process or server does not answer.
@@ -152,16 +149,13 @@ class RolloutEngine(ABC):
         """Ends the requests of one announced trajectory."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-        """Generates responses and waits for all of them; returns one per request, in the same order.
-
-        Raises:
-            EngineLost: the engine's process or server does not answer.
-        """
+        """Generates responses and waits for all of them; returns one per request, in the same order."""
         return event_loop.run(self._generate_all(requests, sampling))
 
     async def _generate_all(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
         async def whole(request: Request) -> Generation:
             try:
+                # closing the stream cancels the request if this fails
                 async with aclosing(self.stream(request, sampling)) as stream:
                     return joined([chunk async for chunk in stream])
             finally:
@@ -179,9 +173,6 @@ class RolloutEngine(ABC):
         Args:
             weights: the policy's tensors, named as in a checkpoint, consumed one at a time.
             adapter_config: PEFT's config as JSON if `weights` are an adapter's; None: they are the whole model's.
-
-        Raises:
-            EngineLost: the engine's process or server does not answer.
         """
 
     @abstractmethod

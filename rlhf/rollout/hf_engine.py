@@ -60,11 +60,7 @@ class HFRollout(RolloutEngine):
         dtype: Dtype = "float32",
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """Wraps a model, which is on its device.
-
-        Args:
-            tokenizer: only needed for stop texts.
-        """
+        """Wraps a model, which is on its device; the tokenizer is only needed for stop texts."""
         from ratchet.rlhf.models import kv_cache
 
         self.model = model
@@ -82,7 +78,6 @@ class HFRollout(RolloutEngine):
         self._thread = ThreadPoolExecutor(1, "hf-rollout", torch.set_num_threads, (torch.get_num_threads(),))
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Moves the model to its device or to host memory; see `RolloutEngine.place`."""
         if model:
             self._buffers.give_back()
         elif self._buffers.take((*self.model.parameters(), *self.model.buffers())):
@@ -93,12 +88,10 @@ class HFRollout(RolloutEngine):
         self._thread.shutdown()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
-        """Copies weights into the model; see `RolloutEngine.load_weights`."""
         self._buffers.give_back()
         return self._thread.submit(copy_weights, weights, self.model).result()
 
     def join(self, count: int) -> None:
-        """Announces trajectories; see `RolloutEngine.join`."""
         self._joined += count
 
     def leave(self) -> None:
@@ -197,6 +190,7 @@ class HFRollout(RolloutEngine):
         longest = max(map(len, prompts))
         input_ids = torch.zeros((len(prompts), longest), dtype=torch.long)
         for row, prompt in enumerate(prompts):
+            # padded on the left, so that all rows generate at the same position
             input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         input_ids = input_ids.to(device)
         padding = longest - torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -346,4 +340,5 @@ def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
         (seeding.generator(sampling.seed, "generate", request.trajectory_id), request.generated_tokens)
         for request in requests
     ]
+    # numbers of earlier tokens are skipped, so that an interrupted response continues with the same noise
     return np.stack([generator.random(start + sampling.max_tokens)[start:] for generator, start in rows])

@@ -75,6 +75,7 @@ def formed(size: int, devices: Iterable[str], timeout_s: float) -> RolloutTeam:
         return RolloutTeam()
     index = ranks.rank() % size
     first = ranks.rank() - index
+    # only the team's own members take part in creating its group
     group = dist.new_group(
         list(range(first, first + size)), timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True
     )

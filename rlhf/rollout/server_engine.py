@@ -52,9 +52,6 @@ class GenerationApi(Protocol):
         Args:
             seed: seed of the request, a non-negative int64; None: the server's own noise.
 
-        Yields:
-            The response's tokens as they arrive; only the last chunk has a finish reason.
-
         Raises:
             Away: the server does not answer or is unavailable.
             UserError: the server refuses the request.
@@ -83,7 +80,6 @@ class VLLMApi:
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generates one response; see `GenerationApi.stream`."""
         if ask.url not in self.models:
             self.models[ask.url] = (await ask("/v1/models"))["data"][0]["id"]
         body = {
@@ -119,7 +115,6 @@ class VLLMApi:
                 yield Chunk(tuple(choice["token_ids"]), tuple(log_probs), reason)
 
     async def load(self, ask: Ask, folder: Path) -> None:
-        """Loads the weights in a folder; see `GenerationApi.load`."""
         try:
             await ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             await ask("/reset_prefix_cache", {})
@@ -144,7 +139,6 @@ class SGLangApi:
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generates one response; see `GenerationApi.stream`."""
         await self._check(ask, sampling, seed)
         limit = limit_of(request, sampling)
         body = {
@@ -214,7 +208,6 @@ class SGLangApi:
             )
 
     async def load(self, ask: Ask, folder: Path) -> None:
-        """Loads the weights in a folder; see `GenerationApi.load`."""
         try:
             # a cancelled request keeps running for seconds, and the cache cannot be flushed while one runs
             body = {"model_path": str(folder), "abort_all_requests": True, "flush_cache": False}
@@ -306,6 +299,7 @@ class ServerRollout(RolloutEngine):
         self.api = APIS[api](tokenizer)
         self.eos, self.weights_folder, self.model_folder = eos_token_ids, weights_folder, model_folder
         self.dtype: Dtype = dtype
+        # `_server` bounds the number of requests
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE * len(urls))
         timeout = httpx.Timeout(timeout_s, read=None)  # `Ask.events` watches the progress
         self.client = httpx.AsyncClient(timeout=timeout, limits=limits)
@@ -359,11 +353,7 @@ class ServerRollout(RolloutEngine):
                 self._room.notify_all()
 
     def from_each(self, request: Request, sampling: Sampling) -> dict[str, Generation]:
-        """Sends the same request to every server; returns their responses by URL.
-
-        Raises:
-            EngineLost: a server does not answer.
-        """
+        """Sends the same request to every server; returns their responses by URL. Raises EngineLost."""
         seed = seed_of(request, sampling)
 
         async def whole(server: Ask) -> Generation:
@@ -377,14 +367,11 @@ class ServerRollout(RolloutEngine):
         return {server.url: answer for server, answer in zip(self.servers, answers, strict=True)}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
-        """Replaces the weights of all servers; see `RolloutEngine.load_weights`.
-
-        Rank 0 writes or broadcasts them; the other ranks help to gather them, and wait until the servers have loaded
-        them.
-        """
+        """Replaces the weights of all servers; see `RolloutEngine.load_weights`."""
         assert adapter_config is None, "the config refuses adapters"
         problem: RatchetError | None = None
         written = 0
+        # rank 0 sends the weights; the others help to gather them, and wait until the servers have loaded them
         if ranks.rank() == 0:
             try:
                 if self.weights_folder is not None:

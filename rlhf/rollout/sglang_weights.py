@@ -89,16 +89,8 @@ class SGLangLink:
         return cls(servers, name, group, ranks.device() if on_gpu else torch.device("cpu"))
 
     def send(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> int:
-        """Broadcasts weights, consumed one at a time, once to all servers; returns the number of bytes sent.
-
-        Args:
-            dtype: type of the rollout; floating-point tensors are cast to it.
-
-        Raises:
-            Away: a server does not answer.
-            LinkLost: a server is gone.
-            UserError: a server refuses the weights.
-        """
+        """Broadcasts weights, consumed one at a time and cast to `dtype`, once to all servers; returns the number of
+        bytes."""
         return send(weights, dtype, [Memory(self._device), Memory(self._device)], self._deliver)
 
     def _deliver(self, packed: Packed, memory: Memory) -> None:

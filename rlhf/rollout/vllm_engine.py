@@ -250,12 +250,9 @@ class VLLMRollout(RolloutEngine):
         """Prepares the options; the first call starts vLLM.
 
         Args:
-            max_model_len: maximum number of tokens of prompt and response.
             logprobs_mode: `processed_logprobs`, or `raw_logprobs` if the sampling truncates.
             timeout_s: vLLM is restarted if it makes no progress for this many seconds.
             deterministic: make a response independent of the requests in its batch; only on a GPU.
-            lora_rank: maximum rank of an adapter; None: no adapters.
-            cpu_cache_gib: size of the KV cache on the CPU, in GiB.
             devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
         """
         self.eos, self.timeout_s = eos_token_ids, timeout_s
@@ -272,6 +269,7 @@ class VLLMRollout(RolloutEngine):
         self._submitted: list[Submission] = []
         self._adapter: tuple[int, Path] | None = None
         self._loads = 0
+        # adapters and the log are written to the scratch folder, which is in memory if possible
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.scratch = Path(tempfile.mkdtemp(prefix=f"ratchet-vllm-{os.getpid()}-", dir=memory))
         self.options = {
@@ -293,10 +291,10 @@ class VLLMRollout(RolloutEngine):
         }
         if lora_rank is not None:
             self.options |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}
+        # files in /dev/shm would hold memory after this process
         atexit.register(self.close)
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Generates a response; see `RolloutEngine.stream`."""
         is_there = self._child is not None and self._child.lost is None
         child = self._running() if is_there else await asyncio.to_thread(self._running)
         number, chunks = next(self._numbers), asyncio.Queue[Chunk | EngineLost]()
@@ -343,6 +341,7 @@ class VLLMRollout(RolloutEngine):
         folder.mkdir()
         sent = write_weights(weights, folder, "adapter_model")
         (folder / "adapter_config.json").write_bytes(adapter_config)
+        # vLLM knows adapters by number, so new weights need a new one
         self._adapter, old = (self._loads, folder), self._adapter
         child.call(VLLM.forget_adapter, None if old is None else old[0])
         if old is not None:
@@ -350,7 +349,6 @@ class VLLMRollout(RolloutEngine):
         return sent
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Wakes vLLM or puts it to sleep; see `RolloutEngine.place`."""
         if model:
             self._wake(*MEMORY)
         else:

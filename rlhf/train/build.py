@@ -26,14 +26,9 @@ def train_engine(
     kernels: Kernels = "torch",
     trainable: bool = True,
 ) -> ModelEngine:
-    """Builds the train engine that `trainer.engine` names.
+    """Builds the train engine that `trainer.engine` names, of a model with float32 weights or its skeleton.
 
-    Args:
-        model: the model with float32 weights, or its skeleton.
-        trainable: whether the model is trained; False for a reference.
-
-    Raises:
-        UserError: the model does not support an option of the trainer.
+    Raises UserError if the model does not support an option of the trainer.
     """
     options: dict[str, Any] = {
         "dtype": dtype,

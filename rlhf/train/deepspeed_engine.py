@@ -125,7 +125,6 @@ class DeepSpeedEngine(ModelEngine):
             return self.engine(*inputs)  # type: ignore[no-any-return]
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Moves state to the device or to host memory; see `TrainEngine.place`."""
         assert self.stage < 3, "the config refuses it: DeepSpeed keeps references to the memory of its shards"
         super().place(model=model, optimizer=optimizer)
 
@@ -159,7 +158,6 @@ class DeepSpeedEngine(ModelEngine):
         return norm
 
     def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Gathers a parameter or its optimizer state; see `ModelEngine.get`."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -186,7 +184,6 @@ class DeepSpeedEngine(ModelEngine):
         return tensor.to(dtype)
 
     def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
-        """Yields what this rank holds of a tensor; see `ModelEngine.parts`."""
         from deepspeed import utils
 
         parameter: Any = self.parameters[name]
@@ -208,7 +205,6 @@ class DeepSpeedEngine(ModelEngine):
                 yield TensorShard.flat(fragment.flatten()[:count], start)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a whole parameter."""
         parameter: Any = self.parameters[name]
         return tuple(parameter.ds_shape if self.stage == 3 else parameter.shape)
 
@@ -229,7 +225,6 @@ class DeepSpeedEngine(ModelEngine):
             utils.safe_set_local_optimizer_state(parameter, self._share(parameter, stored), kind)
 
     def _fill(self, parameter: Any, stored: RangeReader) -> None:
-        """Reads this rank's share of a parameter; see `ModelEngine._fill`."""
         from deepspeed import utils
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 

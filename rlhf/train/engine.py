@@ -39,8 +39,6 @@ class InferenceEngine(Protocol):
 
         Args:
             outputs: names of the outputs: `log_probs` and `entropy` in nats, or `values`.
-            temperature: divisor of the logits.
-            micro_batch_tokens: maximum number of tokens per forward pass.
 
         Returns:
             Columns by name: one float32 list per row of the batch, with one value per response token.
@@ -51,11 +49,7 @@ class InferenceEngine(Protocol):
     def infer_each(
         self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> list[dict[str, pa.Array]]:
-        """Computes the outputs of several batches together, so that fewer ranks wait for others.
-
-        Returns:
-            For each batch, what `infer` returns, bit for bit.
-        """
+        """Computes the outputs of several batches as `infer` does, bit for bit; together, so that fewer ranks wait."""
         ...
 
 

@@ -60,8 +60,6 @@ class FSDPEngine(TorchEngine):
         """Wraps and shards a model.
 
         Args:
-            offload: keep parameters and optimizer state in host memory.
-            tensor_parallel: number of adjacent ranks that split each matrix.
             shard_size: number of adjacent ranks, teams included, that shard one copy of the state; None: all ranks.
             reshard_after_forward: free a layer's gathered weights after its forward pass. False: weights are gathered,
                 and gradients summed over ranks, once per mini-batch; both are whole until then.
@@ -217,7 +215,6 @@ class FSDPEngine(TorchEngine):
         return norm
 
     def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
-        """Yields what this rank holds of a tensor; see `ModelEngine.parts`."""
         tensor = self._held(kind, name)
         is_first_member = ranks.rank() % self.team == 0
         if self.is_first_copy and (_is_cut(tensor) or is_first_member):  # else another rank yields the same

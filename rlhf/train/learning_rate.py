@@ -6,11 +6,9 @@ from ratchet.rlhf.config import LRScheduleConfig
 
 
 def learning_rate(peak: float, schedule: LRScheduleConfig, iteration: int) -> float:
-    """Computes the learning rate: linear warm-up from ``peak / warmup`` to `peak`, then constant or decaying to
-    ``schedule.min_ratio * peak``. Iterations count from 0.
+    """Computes the learning rate of an iteration, counted from 0.
 
-    Args:
-        schedule: the decay ends at ``min_ratio * peak``.
+    It warms up linearly from ``peak / warmup`` to `peak`, and is then constant, or decays to ``min_ratio * peak``.
     """
     if iteration < schedule.warmup_iterations:
         return peak * (iteration + 1) / schedule.warmup_iterations

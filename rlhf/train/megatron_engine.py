@@ -101,10 +101,6 @@ class MegatronEngine(ModelEngine):
     ) -> None:
         """Builds this rank's part of a model and reads its weights.
 
-        Args:
-            layout: numbers of ranks that share matrices, layers, sequences and experts.
-            distributed_optimizer: whether copies of the model shard the optimizer's weights and state.
-
         Raises:
             UserError: there is no GPU, or Megatron does not support the model in this layout.
         """
@@ -187,12 +183,10 @@ class MegatronEngine(ModelEngine):
     def infer_each(
         self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> list[dict[str, pa.Array]]:
-        """Computes per-token outputs of several batches; see `InferenceEngine.infer_each`."""
         self.groups.enter()
         return super().infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 
     def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
-        """Takes the optimizer steps of the plan; see `TrainEngine.update`."""
         self.groups.enter()
         try:
             return super().update(batch, objective, plan)
@@ -308,7 +302,6 @@ class MegatronEngine(ModelEngine):
     # State.
 
     def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
-        """Yields what this rank holds of a tensor; see `ModelEngine.parts`."""
         for parameter, block in self._places[name]:
             if block.is_first:
                 values, first = self._held(kind, parameter)
@@ -361,7 +354,6 @@ class MegatronEngine(ModelEngine):
         return optimizer
 
     def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Gathers a parameter or its optimizer state; see `ModelEngine.get`."""
         shape = self.shape(name)
         whole = torch.zeros(torch.Size(shape).numel(), dtype=dtype, device=self.device)
         for part in self.parts(kind, name):
@@ -377,11 +369,9 @@ class MegatronEngine(ModelEngine):
         return whole.view(shape)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a whole parameter."""
         return tuple(self.parameters[name].shape)
 
     def load_state(self, stored: StoredState) -> None:
-        """Loads the state; see `TrainEngine.load_state`."""
         self.groups.enter()
         super().load_state(stored)
 

@@ -30,7 +30,6 @@ def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -
     """Splits rows into pieces within a token budget, longest rows first, so that memory peaks early rather than late.
 
     Args:
-        lengths: length of each row in tokens, shape (rows,).
         budget: maximum size of a piece in tokens; a longer row is a piece by itself.
         packed: the size of a piece is the sum of its lengths; otherwise rows x longest, padding included.
     """
@@ -51,9 +50,6 @@ def deal(lengths: np.ndarray, budget: int, teams: int, *, packed: bool = False) 
 
     The teams' numbers of tokens differ by at most the longest row. Every team gets the same number of pieces, because
     the ranks of a sharded model compute in lockstep; a piece may be empty.
-
-    Returns:
-        Row numbers of each piece, by team.
     """
     order = np.argsort(-lengths, kind="stable")
     shares = [order[team::teams] for team in range(teams)]
@@ -67,9 +63,6 @@ def in_rounds(sizes: np.ndarray, teams: int) -> list[np.ndarray]:
 
     Pieces of a round have similar sizes, so all rounds together take at most as long as the mean of the teams and the
     largest piece.
-
-    Returns:
-        Numbers of each team's pieces, largest first; some teams have one less than the others.
     """
     order = np.argsort(-sizes, kind="stable")
     return [order[team::teams] for team in range(teams)]
@@ -93,9 +86,6 @@ def by_prompt(
     would then be idle.
 
     Args:
-        prompt_of: number of each row's prompt, shape (rows,).
-        prompts: length of each row's prompt in tokens, shape (rows,).
-        responses: number of tokens of each row after its prompt, shape (rows,).
         limit: maximum size of a group in tokens, which count a prompt once; a larger row is a group by itself.
         teams: number of teams that the groups are dealt to.
     """
@@ -166,12 +156,7 @@ class MicroBatch:
         *,
         varlen: bool = False,
     ) -> MicroBatch:
-        """Builds a micro-batch on the CPU.
-
-        Args:
-            batch: must have the columns `prompt_ids` and `response_ids`.
-            varlen: describe shared prompts by `Segments`, however short they are.
-        """
+        """Builds a micro-batch on the CPU. With `varlen`, `Segments` describe even short shared prompts."""
         import torch
 
         from ratchet.rlhf.models.prefix_sharing import SharedPrompts

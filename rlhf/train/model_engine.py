@@ -146,8 +146,7 @@ class ModelEngine(InferenceEngine, ABC):
 
     @abstractmethod
     def _backward(self, loss: Tensor, last: bool) -> None:
-        """Adds the gradients of this rank's loss of a micro-batch to those of the mini-batch, summed over ranks, not
-        averaged.
+        """Adds the gradients of this rank's loss to those of the mini-batch, summed over ranks, not averaged.
 
         `last` marks the last micro-batch of the mini-batch.
         """
@@ -252,15 +251,11 @@ class ModelEngine(InferenceEngine, ABC):
     def infer_each(
         self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> list[dict[str, pa.Array]]:
-        """Computes per-token outputs of several batches; see `InferenceEngine.infer_each`.
-
-        Rounding depends on the rows of a micro-batch, so no micro-batch mixes two batches; they are only dealt to the
-        ranks together.
-        """
         names = tuple(outputs)
         lengths = [batch.lengths("response_ids") for batch in batches]
         starts = [np.concatenate([[0], np.cumsum(of_batch)]) for of_batch in lengths]
         flat = [{name: np.zeros(of_batch[-1], dtype=np.float32) for name in names} for of_batch in starts]
+        # rounding depends on the rows of a micro-batch, so none mixes two batches; they are only dealt together
         micro_batches = self._dealt(batches, micro_batch_tokens)
         computed = self._outputs([micro for *_, micro in micro_batches], names, temperature)
         for (number, rows, _), values_by_name in zip(micro_batches, computed, strict=True):
@@ -274,7 +269,6 @@ class ModelEngine(InferenceEngine, ABC):
         ]
 
     def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
-        """Takes the optimizer steps of the plan; see `TrainEngine.update`."""
         assert self.trainable, "a reference is never updated"
         assert not self.optimizer_buffers.in_use, "the optimizer state is not on the device"
         if not plan.mini_batches:
@@ -286,7 +280,6 @@ class ModelEngine(InferenceEngine, ABC):
         return {name: value / len(plan.mini_batches) for name, value in sums.items()}
 
     def update_flops(self, batch: TrajectoryBatch, plan: OptimizerPlan) -> float:
-        """Returns the FLOPs of the plan's optimizer steps over all ranks; see `TrainEngine.update_flops`."""
         rows = np.array([row for mini_batch in plan.mini_batches for row in mini_batch], dtype=np.int64)
         return self._flops(batch.lengths("prompt_ids")[rows], batch.lengths("response_ids")[rows])
 
@@ -379,10 +372,10 @@ class ModelEngine(InferenceEngine, ABC):
         return {name: ranks.summed(values) for name, values in whole.items()}
 
     def _dealt(self, batches: Sequence[TrajectoryBatch], budget: int) -> list[tuple[int, np.ndarray, MicroBatch]]:
-        """Splits batches into micro-batches and deals these to the ranks; returns batch number, rows and micro-batch of
-        each of this rank's.
+        """Splits batches into micro-batches, and deals these to the ranks.
 
-        One without rows repeats another, to stay in step with the other ranks; its result is discarded.
+        Returns:
+            Batch number, rows and micro-batch of each of this rank's.
         """
         split = [self._split(batch, budget) for batch in batches]
         pieces = [
@@ -394,6 +387,7 @@ class ModelEngine(InferenceEngine, ABC):
         by_team = in_rounds(np.array([piece.size for _, piece in pieces], dtype=np.int64), self.share.shares)
         own = [(pieces[index], True) for index in by_team[self.share.number]]
         if len(own) < len(by_team[0]):
+            # repeats a piece to stay in step with the other ranks; its result is discarded
             own.append((pieces[by_team[0][-1]], False))
         return [
             (
@@ -409,12 +403,12 @@ class ModelEngine(InferenceEngine, ABC):
     ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
         """Splits this rank's share of a batch into micro-batches; yields their rows and the micro-batches.
 
-        `together` consecutive rows stay in the same micro-batch. A piece without rows repeats another, to stay in step
-        with the other ranks; its result is discarded.
+        `together` consecutive rows stay in the same micro-batch.
         """
         layout, by_team = self._split(batch, budget, together)
         pieces = [piece for piece in chain.from_iterable(by_team) if len(piece.rows)]
         for piece in by_team[self.share.number]:
+            # a piece without rows repeats another, to stay in step with the other ranks; its result is discarded
             computed = piece if len(piece.rows) else min(pieces, key=lambda piece: piece.size)
             yield piece.rows, self._micro_batch(batch, computed, layout)
 
@@ -480,7 +474,6 @@ class ModelEngine(InferenceEngine, ABC):
     # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which writes it.
 
     def digest(self) -> str:
-        """Computes the digest of weights and optimizer state, which does not depend on their layout."""
         tensors = [(kind, name) for kind in self._kinds() for name in self.names()]
         parts = {f"{kind}.{name}": self.parts(kind, name) for kind, name in tensors}
         shapes = {f"{kind}.{name}": self.shape(name) for kind, name in tensors}
@@ -541,6 +534,7 @@ class ModelEngine(InferenceEngine, ABC):
             for name, buffer in buffers.items():
                 buffer.copy_(weights[name].whole())
             self.steps = json.loads(state)["steps"]
+            # before the first step there is no optimizer state
             if self.steps:
                 moments = stored.moments
                 for kind in self.optimizer_type.state:
@@ -601,6 +595,7 @@ class ModelEngine(InferenceEngine, ABC):
         sizes = {name: torch.Size(self.shape(name)).numel() for name in self.names()}
         for kind in self._kinds():
             for name in sorted(sizes, key=lambda name: -sizes[name]):
+                # PEFT's layout has a single file
                 owner = 0 if kind == "model" and lora.has(self.model) else written.index(min(written))
                 written[owner] += sizes[name]
                 owners[kind, name] = owner

@@ -64,12 +64,7 @@ class TrainingFlops:
         )
 
     def __call__(self, prompts: np.ndarray, responses: np.ndarray) -> float:
-        """Returns the FLOPs of some trajectories, each with its own prompt.
-
-        Args:
-            prompts: lengths of the prompts in tokens, shape (trajectories,).
-            responses: lengths of the responses, same shape.
-        """
+        """Returns the FLOPs of some trajectories, each with its own prompt; lengths are in tokens."""
         lengths = (prompts + np.maximum(responses - 1, 0)).astype(np.float64)
         pairs = lengths * (lengths + 1) / 2
         return float(

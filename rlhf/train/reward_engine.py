@@ -44,7 +44,6 @@ class RewardEngine:
 
         Args:
             model: a sequence classifier (`scores`) or a token classifier (`steps`).
-            tokenizer: the reward model's own tokenizer.
         """
         from ratchet.rlhf.distributed.host_buffers import HostBuffers
 
@@ -54,11 +53,7 @@ class RewardEngine:
         self.padding = model.config.get_text_config().pad_token_id
 
     def scores(self, conversations: Sequence[tuple[Messages, str]], *, micro_batch_tokens: int) -> list[float]:
-        """Scores responses with a sequence classifier; `conversations` are pairs of prompt and response.
-
-        Raises:
-            UserError: a conversation is too long for the model.
-        """
+        """Scores responses with a sequence classifier; `conversations` are pairs of prompt and response."""
         ids = [
             self._tokens(with_response(messages, response, self.tokenizer)[0]).ids
             for messages, response in conversations
@@ -71,10 +66,8 @@ class RewardEngine:
     def steps(
         self, conversations: Sequence[tuple[Messages, str]], separator: str, *, micro_batch_tokens: int
     ) -> list[list[Step]]:
-        """Scores the steps of responses with a token classifier, at the last token of each step.
-
-        Args:
-            separator: text that ends a step.
+        """Scores the steps of responses, which `separator` ends, with a token classifier, at the last token of each
+        step.
 
         Raises:
             UserError: a conversation is too long for the model, the tokenizer does not report character offsets, or
@@ -90,6 +83,7 @@ class RewardEngine:
                     "the reward model's chat template changes a response, so its steps cannot be located: "
                     f"{written.text!r}"
                 )
+            # templates may strip the end of a response
             kept = len(response.rstrip()) if self.tokenizer.chat_template else len(response)
             ends.append(step_ends(response, separator))
             ends_in_text = [start + min(end, kept) for end in ends[-1]]
@@ -153,13 +147,11 @@ class RewardEngine:
                 )
 
     def _padding(self, ids: list[list[int]], rows: np.ndarray) -> int:
-        """Returns the padding token for a piece.
-
-        A decoder scores the last token that is not padding. If the model defines no padding token, one that occurs in
-        none of the conversations is used, so that several conversations can be scored at once.
-        """
+        """Returns the padding token for a piece."""
         if self.padding is not None:
             return int(self.padding)
+        # a decoder scores the last token that is not padding; a token that occurs nowhere lets several be scored at
+        # once
         used = {token for row in rows for token in ids[row]}
         config = self.model.config.get_text_config()
         config.pad_token_id = next(token for token in range(config.vocab_size) if token not in used)
@@ -188,11 +180,7 @@ def step_ends(response: str, separator: str) -> list[int]:
 
 
 def text_lengths(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Computes the length of the text up to and including each token, with a fast tokenizer.
-
-    Returns:
-        Cumulative number of characters in the text of the response, shape (tokens,).
-    """
+    """Returns the number of characters up to and including each token, with a fast tokenizer."""
     from tokenizers.decoders import DecodeStream
 
     stream, left_out = DecodeStream(skip_special_tokens=False), around_turns(tokenizer)

@@ -88,7 +88,6 @@ class TorchEngine(ModelEngine):
         return float(self._gathered(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)))
 
     def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Gathers a parameter or its optimizer state; see `ModelEngine.get`."""
         if kind == "model" and name in self._rounded and dtype == torch.bfloat16:
             return self.weights_buffers.readable(self._rounded[name].data)
         held = self._held(kind, name)
@@ -97,11 +96,9 @@ class TorchEngine(ModelEngine):
         return self._gathered(held)
 
     def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
-        """Yields what this rank holds of a tensor; see `ModelEngine.parts`."""
         return TensorShard.of_rank(self._held(kind, name).float())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a whole parameter."""
         return tuple(self.parameters[name].shape)
 
     def _held(self, kind: str, name: str) -> Tensor:
@@ -127,7 +124,6 @@ class TorchEngine(ModelEngine):
             self._rounded[name].copy_(self.parameters[name])
 
     def _fill(self, parameter: Tensor, stored: RangeReader) -> None:
-        """Reads this rank's share of a parameter or its optimizer state; see `ModelEngine._fill`."""
         TensorShard.flat(parameter.detach()).fill(stored)
 
     def _gathered(self, tensor: Tensor) -> Tensor:

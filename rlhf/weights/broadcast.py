@@ -71,10 +71,6 @@ class WeightLink:
         Args:
             weights: tensors by name, consumed one at a time, to the end.
             dtype: type of the rollout; floating-point tensors are cast to it.
-            adapter_config: PEFT's config as JSON if `weights` are an adapter's.
-
-        Raises:
-            LinkLost: a member is gone.
         """
 
         def deliver(packed: Packed, memory: Memory) -> None:
@@ -97,10 +93,7 @@ class WeightLink:
 
         Returns:
             PEFT's config (None: not an adapter), and the tensors by name, each valid until the next one is taken. They
-                must be consumed to the end.
-
-        Raises:
-            LinkLost: a member is gone, or the sender refuses.
+            must be consumed to the end.
         """
         beginning = self._broadcast_json()
         if not beginning["is_sent"]:

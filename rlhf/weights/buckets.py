@@ -89,7 +89,6 @@ class Memory:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, nbytes: int) -> Tensor:
-        """See `Buffer.reserve`."""
         if len(self.memory) < nbytes:
             self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)  # frees the smaller one first
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -138,7 +137,6 @@ class SharedMemory:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def reserve(self, nbytes: int) -> Tensor:
-        """See `Buffer.reserve`."""
         if len(self._memory) < nbytes:
             self.close()
             self._descriptor = os.memfd_create("ratchet-weights")

@@ -90,13 +90,11 @@ class StoredTensor:
         return cls(read, tensors[0].file, 0, shape, tensors[0].dtype)
 
     def flat(self, first: int, last: int) -> Tensor:
-        """Reads elements; see `RangeReader.flat`."""
         size = self.dtype.itemsize
         data = self.read(self.file, self.start + first * size, self.start + last * size)
         return torch.frombuffer(bytearray(data), dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
 
     def whole(self) -> Tensor:
-        """Reads the whole tensor."""
         return self.flat(0, torch.Size(self.shape).numel()).reshape(self.shape)
 
 
@@ -108,15 +106,12 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's shape."""
         return tuple(self.tensor.shape)
 
     def flat(self, first: int, last: int) -> Tensor:
-        """Returns elements; see `RangeReader.flat`."""
         return self.tensor.reshape(-1)[first:last]
 
     def whole(self) -> Tensor:
-        """Returns the tensor."""
         return self.tensor
 
 
@@ -165,11 +160,7 @@ class TensorFile:
     """A safetensors file in memory, written one tensor at a time, so that no second copy of all is needed."""
 
     def __init__(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Writes the header.
-
-        Args:
-            tensors: type and shape of each tensor by name, in the order in which they will be written.
-        """
+        """Writes the header, from the tensors' types and shapes in the order in which they will be written."""
         names = {dtype: name for name, dtype in DTYPES.items()}
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0

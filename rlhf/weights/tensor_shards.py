@@ -30,11 +30,7 @@ class TensorShard:
 
     @classmethod
     def flat(cls, values: Tensor, start: int = 0) -> TensorShard:
-        """Returns a single run.
-
-        Args:
-            start: position of the first element in the flattened whole tensor.
-        """
+        """Returns a single run of elements from `start` on."""
         return cls(values.view(1, -1), torch.tensor([start]))
 
     @classmethod
@@ -51,7 +47,6 @@ class TensorShard:
 
         Args:
             values: the block, contiguous: `fill` writes into its memory.
-            shape: shape of the whole tensor.
             offsets: index of the block's first element in each dimension of the whole tensor.
         """
         strides = [1] * len(shape)

@@ -38,7 +38,6 @@ def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path, stem: str
     holds a full copy; returns the number of bytes.
 
     Args:
-        folder: an existing folder.
         stem: start of the file names: ``stem.safetensors``, or ``stem-00000.safetensors`` and so on.
     """
     part: dict[str, Tensor] = {}

@@ -38,7 +38,7 @@ def run_length(
 
     Returns:
         `train.iterations` if the number of rows is known, otherwise `train.epochs`; if that is refused, no number, so
-            that the user must set one.
+        that the user must set one.
     """
     rows = settings.rows(names)
     if rows is None and most is None and is_dynamic:
