@@ -27,8 +27,7 @@ class TrajectoryBatch:
 
     @classmethod
     def of(cls, columns: Mapping[str, Any]) -> TrajectoryBatch:
-        """Makes a batch from Python lists, numpy arrays or Arrow arrays. Columns outside the schema get their type from
-        their values."""
+        """Makes a batch from Python lists, numpy arrays or Arrow arrays, with the types of the schema."""
         arrays = [
             column if isinstance(column, pa.Array) else pa.array(column, type=TRAJECTORY.type_of(name))
             for name, column in columns.items()
@@ -83,8 +82,7 @@ class TrajectoryBatch:
         return np.asarray(self.array(name).to_numpy(zero_copy_only=False))
 
     def flat(self, name: str) -> np.ndarray:
-        """Returns the values of a per-token column without padding, all trajectories one after the other; shape
-        (tokens,)."""
+        """Returns the values of a per-token column without padding, trajectory after trajectory; shape (tokens,)."""
         return np.asarray(self.array(name).flatten().to_numpy(zero_copy_only=False))
 
     def lengths(self, name: str) -> np.ndarray:
@@ -103,7 +101,7 @@ class TrajectoryBatch:
         return TrajectoryBatch(self.table.take(pa.array(np.fromiter(rows, dtype=np.int64))))
 
     def padded(self, name: str, width: int | None = None) -> Num[Tensor, "batch time"]:
-        """Returns a per-token column as one tensor, padded with zeros on the right to `width` or the longest
+        """Returns a per-token column as a tensor, padded with zeros on the right to `width` or the longest
         trajectory."""
         import torch
 

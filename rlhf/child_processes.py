@@ -17,8 +17,7 @@ from contextlib import suppress
 import psutil
 
 END_S = 60.0
-"""Time limit for killed processes to end, in seconds: one in an uninterruptible system call ends only when that
-returns."""
+"""Seconds in which killed processes must end: one in an uninterruptible system call ends only when that returns."""
 
 
 def end(leader: subprocess.Popen[bytes], also: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
@@ -70,8 +69,7 @@ def _of_group(group: int) -> Iterator[psutil.Process]:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Returns True if a process has ended. One that nobody has waited for is a zombie, without memory once its last
-    thread has ended."""
+    """Returns True if a process has ended: a zombie has no memory once its last thread has ended."""
     try:
         return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1)
     except psutil.NoSuchProcess:

@@ -194,8 +194,7 @@ def _by_name(key: str, name: str, options: Mapping[str, object], *, is_file: boo
 
 
 def _files_of(module: str, *, is_file: bool) -> tuple[Path, ...] | None:
-    """Returns the files that run when a module is imported, its own last; None if there is no such module. Imports
-    nothing."""
+    """Returns the files that run when a module is imported, its own last; None without a module. Imports nothing."""
     if is_file:
         return (Path(module).resolve(),) if Path(module).is_file() else None
     top, *inner = module.split(".")

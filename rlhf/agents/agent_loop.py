@@ -1,4 +1,4 @@
-"""Writes trajectories concurrently with a rollout engine: each is a coroutine of its own.
+"""Writes trajectories concurrently with a rollout engine: each is a separate coroutine.
 
 A trajectory without an environment is one turn of the policy. Otherwise policy and environment take turns. Every
 interruption of a turn (new weights, a lost engine, a crash) ends in the same way: the turn continues from the
@@ -124,8 +124,7 @@ class Generator:
         return not self._gate.is_set()
 
     def submit(self, submitted: Sequence[tuple[Dialogue, Rules]]) -> None:
-        """Starts or continues trajectories, with the tokens that they have so far. Those of one call are announced to
-        the engine together."""
+        """Starts or continues trajectories. Those of one call are announced to the engine together."""
         event_loop.run(self._submit(submitted))
 
     def wait(self, timeout_s: float) -> list[Dialogue]:
@@ -171,12 +170,10 @@ class Generator:
         self.engine.join(sum(rules.agents is None for _, rules in submitted))
         for dialogue, rules in submitted:
             # all at once: a batch with trajectories on both sides of the gate would never start
+            # agents are not announced: their programs may wait for one another, so a batch that waits for all of them
+            # might never start
             running = self._running[id(dialogue)] = _Running(
-                # agents are not announced: their programs may wait for one another, so a batch that waits for all may
-                # never start
-                dialogue,
-                is_past_gate=self._gate.is_set(),
-                is_announced=rules.agents is None,
+                dialogue, is_past_gate=self._gate.is_set(), is_announced=rules.agents is None
             )
             running.task = asyncio.create_task(self._write(running, rules))
 
@@ -190,6 +187,7 @@ class Generator:
             task.cancel()
         await asyncio.gather(*filter(None, tasks), return_exceptions=True)
         dropped = set(map(id, dialogues))
+        # a lost engine concerns the other trajectories, too
         self._forget_ended(lambda ended: id(ended.dialogue) in dropped and not isinstance(ended.error, EngineLost))
 
     def _end(self, dialogue: Dialogue, error: BaseException | None = None) -> None:
@@ -334,6 +332,7 @@ class Generator:
                             dialogue.finish_reason = chunk.finish_reason
                         return
 
+        # after an interruption, another request continues from the tokens so far
         while dialogue.unanswered_turn is None:
             if self.interruptible or not running.is_past_gate:
                 await self._gate.wait()

@@ -69,8 +69,7 @@ class Conversation(ABC):
 
     @abstractmethod
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
-        """Finds the last answer of a branch that the conversation contains, with everything before it; None if there is
-        none.
+        """Finds the last answer of a branch that the conversation contains, with everything before it; else None.
 
         Raises CannotRender if the chat template refuses what follows.
         """

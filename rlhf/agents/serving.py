@@ -135,7 +135,7 @@ def _digests(setting: str, parts: Sequence[str]) -> list[str]:
     sha256 = hashlib.sha256(setting.encode())
     digests = []
     for part in parts:
-        # of digests, so that the boundaries of parts count
+        # a digest of digests, so that the boundaries of parts count
         sha256.update(hashlib.sha256(part.encode()).digest())
         digests.append(sha256.copy().hexdigest())
     return digests

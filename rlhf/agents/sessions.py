@@ -257,6 +257,7 @@ class Session:
             dialogue.take_back(before)
             branch.is_busy = False
             if not branch.after:
+                # frees the number of a branch whose first call failed
                 del self.branches[branch.number]
             raise
         branch.is_busy = False
@@ -292,8 +293,7 @@ class Session:
         )
 
     def _branch(self, conversation: Conversation) -> tuple[Branch, Continuation | None]:
-        """Returns the branch that a conversation continues, or a new one, which may begin with the tokens of
-        another."""
+        """Returns the branch that a conversation continues, or a new one, possibly with the first tokens of another."""
         best: tuple[Branch, Continuation] | None = None
         for branch in self.branches.values():
             continuation = conversation.continues(branch, self.policy.tokenizer)
@@ -373,8 +373,7 @@ class Session:
 
 
 class _GrowingText:
-    """Reports the text of an answer while it is written, without a possible stop text or half a character at its
-    end."""
+    """Reports the text of an answer while it is written, but no beginning of a stop text or half a character."""
 
     def __init__(
         self,

@@ -196,8 +196,7 @@ class ReMax(AdvantageEstimator):
     needs: ClassVar[tuple[str, ...]] = ("greedy_scores",)
 
     def __call__(self, token_rewards: Tokens, mask: Tokens, *, greedy_scores: Scores) -> tuple[Tokens, Tokens]:
-        """Computes advantages by subtracting the greedy answer's score from the rewards-to-go, which are the
-        returns."""
+        """Computes advantages by subtracting the greedy answer's score from the returns, the rewards-to-go."""
         returns = token_rewards.where(mask > 0, 0.0).flip(-1).cumsum(-1).flip(-1)
         return self.finished(returns - greedy_scores[:, None], mask), returns * mask
 
@@ -225,7 +224,7 @@ class GroupEstimator(AdvantageEstimator):
 
 
 def relative_to_group(scores: Scores, groups: Groups, norm_by_std: bool, epsilon: float) -> Scores:
-    """Subtracts the group's mean from each score, and divides by its standard deviation plus `epsilon` if asked; see
+    """Subtracts the group's mean from each score, and may divide by its standard deviation plus `epsilon`; see
     `GRPO`."""
     advantages = scores - groups.mean(scores)
     return advantages / (groups.std(scores) + epsilon) if norm_by_std else advantages

@@ -30,7 +30,6 @@ class Distillation(Algorithm):
     needs: ClassVar[tuple[str, ...]] = ("old_log_probs", "teacher_log_probs")
 
     def __call__(self, log_probs: Tokens, teacher_log_probs: Tokens, mask: Tokens) -> Tokens:
-        """Computes the numbers to add to the advantages, 0 where masked. `log_probs` are those of the policy that drew
-        the tokens."""
+        """Computes the numbers to add to the advantages. `log_probs` are those of the policy that drew the tokens."""
         difference = (teacher_log_probs - log_probs).where(mask > 0, 0.0)
         return self.coef * (difference - difference.sum() / mask.sum().clamp(min=1)) * mask

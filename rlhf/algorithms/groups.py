@@ -46,8 +46,7 @@ class Groups:
         return -self.max(-x)
 
     def rank(self, x: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        """Ranks the trajectories of the group from 0 by descending value; of equal values, the first in the batch
-        wins."""
+        """Ranks the trajectories of the group from 0 by descending value; of equal values, the first one wins."""
         order = x.argsort(stable=True, descending=True)
         order = order[self.index[order].argsort(stable=True)]
         sizes = self.index.bincount()
@@ -57,6 +56,5 @@ class Groups:
         return ranks
 
     def differ(self, x: Float[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
-        """Returns True where the group has different values (False for a group of one): comparing equal values teaches
-        nothing."""
+        """Returns True where the group has different values: comparing equal values teaches nothing."""
         return self.max(x) > self.min(x)

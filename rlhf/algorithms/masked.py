@@ -45,8 +45,7 @@ class LossNormalizers:
 def masked_mean(
     x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"], normalizers: LossNormalizers
 ) -> Float[Tensor, ""]:
-    """Computes a micro-batch's contribution to the mean over the unmasked tokens of its mini-batch; 0 if it has
-    none."""
+    """Computes a micro-batch's contribution to the mean over the mini-batch's unmasked tokens; 0 if it has none."""
     return x.where(mask > 0, 0.0).sum() / (normalizers.tokens + EPSILON)
 
 

@@ -40,8 +40,7 @@ class Objective(Protocol):
 
     @property
     def selection(self) -> Selection | None:
-        """Computes the column `selected` from the outputs and columns of a whole mini-batch, for the engine to add to
-        each micro-batch. None: no such column."""
+        """Computes the column `selected` of a whole mini-batch from its outputs and columns; None: no such column."""
         ...
 
     @property
@@ -153,8 +152,7 @@ class CriticObjective:
     together: int = 1
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
-        """Computes the critic's loss and metrics of a micro-batch; see `Objective.__call__`. The column `values` is
-        from before the update."""
+        """Computes the loss from `values` before the update and current ones; see `Objective.__call__`."""
         mask, predicted = batch["loss_mask"], outputs["values"]
         error = squared = (predicted - batch["returns"]).square()
         if self.cliprange_value is not None:

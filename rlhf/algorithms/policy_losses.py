@@ -476,8 +476,7 @@ class KLCov(SelectingLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Computes the surrogate without clipping; see `PolicyLossBase.token_losses`. `ppo_kl` is the absolute
-        log-ratio."""
+        """Computes the surrogate without clipping. `ppo_kl` is the absolute log-ratio."""
         log_ratio = log_probs - old_log_probs
         return -ratio_of(log_ratio) * advantages, {"ppo_kl": log_ratio.abs()}
 

@@ -1,5 +1,4 @@
-"""`Tensor` for hints that are inspected at run time, in modules that do not import torch, so that a config is read
-quickly."""
+"""`Tensor` for hints that are inspected at run time, in modules that do not import torch, which takes long."""
 
 import sys
 from typing import TYPE_CHECKING

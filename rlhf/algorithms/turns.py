@@ -11,8 +11,7 @@ class Turns:
     """The turns of a batch. Values of turns have the shape (batch, turn), and are 0 for turns without tokens."""
 
     def __init__(self, turns: Int[Tensor, "batch response"], mask: Float[Tensor, "batch response"]) -> None:
-        """Finds the turns. `turns` has the number of each token's turn in its trajectory; masked tokens belong to
-        none."""
+        """Finds the turns, from the number of each token's turn in its trajectory; masked tokens belong to none."""
         self._of_token = mask > 0
         self._index = turns.where(self._of_token, 0)
         self._count = int(self._index.max()) + 1 if self._index.numel() else 0

@@ -192,8 +192,7 @@ def plain_value(text: str) -> Any:
 
 
 def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseModel]) -> dict[str, str]:
-    """Explains what is wrong and how to fix it, by key; an unknown section has a line for each key of another
-    program."""
+    """Explains what is wrong and how to fix it, by key, with a line for each key of another program."""
     key = _key(problem["loc"], tree)
     is_foreign = problem["type"] == "extra_forbidden" and not _choices_with(key, model)
     if is_foreign and "rollout" in model.model_fields:

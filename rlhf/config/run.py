@@ -91,8 +91,8 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _another_policy_is_corrected(cls, tree: Any, info: ValidationInfo) -> Any:
-        """Defaults to truncated importance weights if the rollout's policy is not the trainer's; {} turns the
-        correction off."""
+        """Defaults to truncated importance weights if another policy than the trainer's generates; {} turns them
+        off."""
         if info.context == ALLOW_INCOMPATIBLE or not isinstance(tree, dict):
             return tree
         algorithm = tree.get("algorithm") or {}
@@ -310,8 +310,7 @@ class RunConfig(Section):
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Reads a YAML file and applies ``a.b=c`` overrides (values in YAML syntax). Raises UserError, a line per
-    mistake."""
+    """Reads a YAML file and applies ``a.b=c`` overrides, in YAML syntax. Raises UserError, a line per mistake."""
     return parse_config(overridden(read_yaml(path), overrides, RunConfig), str(path))
 
 

@@ -549,8 +549,8 @@ class RewardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, tree: Any) -> Any:
-        """Sets function to the judge if one is given, and to null if only a model is; keys the options of a single
-        function by its name."""
+        """Completes short forms: of the function if only a judge or a model is given, and of a single function's
+        options."""
         if not isinstance(tree, Mapping):
             return tree
         if "function" not in tree and (tree.get("judge") is not None or tree.get("model") is not None):

@@ -70,8 +70,8 @@ class Conversion:
         return parse_config(self.tree, self.where)
 
     def text(self) -> str:
-        """Formats the config as YAML; comments tell the origin of each line, the assumptions, and the settings without
-        a counterpart."""
+        """Formats the config as YAML, with the origin of each line, assumptions, and unconverted settings as
+        comments."""
         keys = {line.key for line in self.lines}
         # if an engine has options, the comment belongs to its type
         comments = {

@@ -45,8 +45,7 @@ def gsm8k(rows: Rows, split: str) -> pa.Table:
 
 
 def math(rows: Rows, split: str, data_source: str = "lighteval/MATH") -> pa.Table:
-    """Converts rows of `problem` and `answer`, or of `problem` and `solution` with the answer in its last
-    ``\\boxed{}``."""
+    """Converts rows of `problem` and `answer`, or `solution` with the answer in its last ``\\boxed{}``."""
 
     def convert(where: str, row: Mapping[str, Any]) -> dict[str, str]:
         if "answer" in row:

@@ -146,8 +146,7 @@ def rows(problems: Sequence[Problem], split: str = "train") -> "pa.Table":
 
 
 def sft_rows(problems: Sequence[Problem], seed: int = 0, per_problem: int = 1, operators: str = "+-*") -> "pa.Table":
-    """Makes supervised examples, `prompt` (messages) and `response`, from random solutions drawn independently and
-    uniformly."""
+    """Makes supervised examples, `prompt` (messages) and `response`, from solutions drawn uniformly."""
     import pyarrow as pa
 
     examples = []

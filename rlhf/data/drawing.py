@@ -18,8 +18,7 @@ Drawn = tuple[int, int]
 
 
 def draw(seed: int, sizes: Sequence[int], weights: Sequence[float] | None, cursor: int, count: int) -> list[Drawn]:
-    """Draws rows from an endless sequence, in which each file is read in epochs, each a different permutation of its
-    rows.
+    """Draws rows from an endless sequence of epochs of each file, each a different permutation of its rows.
 
     Args:
         sizes: number of rows of each file.

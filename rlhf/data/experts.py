@@ -54,16 +54,15 @@ class ExpertAnswers:
         return " ".join(map(files.digest, self._paths))
 
     def answer(self, number: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-        """Reads the answer in a row, counted over all files; returns the file and the row, for people, and the tokens
-        with the end of turn."""
+        """Reads the answer in a row, counted over all files; returns its place, for people, and its tokens with the end
+        of turn."""
         where, _, text = self._row(number)
         return where, _answer_ids(text, tokenizer)
 
     def matched(
         self, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None, max_tokens: int
     ) -> Matched:
-        """Finds the prompts of all answers, by their messages; raises UserError, which names the row, for a malformed
-        one.
+        """Finds the prompts of all answers, by their messages. Raises UserError for a malformed row.
 
         Args:
             system_prompt: system message for prompts that have none, in the dataset and in the files.

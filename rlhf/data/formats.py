@@ -30,8 +30,7 @@ SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 PROMPTS = ("prompt", "messages", "conversations")
 """Columns of a prompt, in order of precedence."""
 TRUTHS = ("ground_truth", "answer", "solution")
-"""Columns of a ground truth outside `reward_model`, in order of precedence: beside an `answer`, a `solution` is the
-derivation (OpenR1-Math, NuminaMath)."""
+"""Columns of a ground truth outside `reward_model`, in order of precedence."""
 LAYOUT = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 """The columns of verl's layout."""
 _FORMULA = re.compile(r"(?<!\\)(\$\$?)(?!\$).+?(?<!\\)\1|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
@@ -90,6 +89,7 @@ def truth_of(row: Mapping[str, Any], answer: str | list[dict[str, Any]] | None, 
     reward_model = row.get("reward_model") or {}
     if not isinstance(reward_model, dict):
         raise UserError(f"{where}: reward_model should be an object {{style, ground_truth}}, not {reward_model!r:.60}")
+    # beside an `answer`, a `solution` is its derivation (OpenR1-Math, NuminaMath)
     truths = (reward_model.get("ground_truth"), *map(row.get, TRUTHS), answer)
     return next((truth for truth in truths if truth is not None), None)
 

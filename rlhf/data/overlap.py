@@ -114,6 +114,7 @@ def near_duplicates(examples: Sequence[tuple[str, ...]], similarity: float) -> l
     duplicates = []
     for number, texts in enumerate(examples):
         shingles = [ngrams(text, SHINGLE_TOKENS, TOKENS, side) for side, text in enumerate(texts)]
+        # a prompt of common n-grams only counts as a whole
         shingles[0] = shingles[0] - common or {_hash(texts[0], 0)}
         arrays = [np.array(sorted(of_text), dtype=np.uint64) for of_text in shingles]
         sketch = MinHash(num_perm=PERMUTATIONS, hashfunc=_low_bits)

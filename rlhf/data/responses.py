@@ -53,8 +53,7 @@ def _tokens_around(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _between_turns(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the tokens that the chat template writes after the first message of a conversation, and around later
-    ones."""
+    """Returns the tokens that the chat template writes around messages, except before the first one."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:

@@ -26,8 +26,7 @@ class Selection:
 
     kind: Kind
     min_score: float | None = None
-    """Minimum score of an answer to train on: the best of its group, the preferred one of a pair, or one that is
-    labelled true.
+    """Minimum score of an answer to train on: a group's best, a pair's preferred one, or one labelled true.
 
     None: for sft and kto the score of a solved answer, if the run knows it; otherwise there is no limit, and labels
     compare with the group's mean.

@@ -76,7 +76,7 @@ def group(members: Iterable[int], purpose: str) -> ProcessGroup:
     import torch.distributed as dist
 
     assert dist.group.WORLD is not None
-    # of a world: another one needs new groups
+    # by world, because another one needs new groups
     return _group(dist.group.WORLD, tuple(members), purpose)
 
 

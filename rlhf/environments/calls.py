@@ -169,6 +169,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
     def finish(result: Any, error: BaseException | None) -> None:
+        # the caller may have given up
         if not done.done():
             done.set_result((result, error))
 

@@ -49,8 +49,7 @@ class AgentCall:
     """A call of an agent, which the policy has answered."""
 
     asked: str
-    """The messages that it added to the conversation, as JSON: {messages} or {prompt}, and in the first call
-    {tools}."""
+    """The messages that it added, as JSON: {messages} or {prompt}, and in the first call {tools}."""
     answer: str
     """The assistant's message, as JSON."""
     start: int
@@ -214,8 +213,7 @@ class Dialogue:
 
 
 def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenizes an observation that follows a turn of the policy, which ends with the token `last`; see
-    `ratchet.rlhf.data.turns`.
+    """Tokenizes an observation that follows a turn of the policy, which ends with the token `last`.
 
     Args:
         content: text, which is tokenized unchanged, or messages, which the chat template renders after a message of the

@@ -169,6 +169,7 @@ class MCPServer:
         try:
             result = await asyncio.wrap_future(self._run(self._client.call_tool(name, dict(arguments))))
         except Exception as error:
+            # the policy's mistake, not the server's
             if isinstance(error, MCPError) and error.error.code == INVALID_PARAMS:
                 raise CallFailed(f"{name}: {_reason(error)}") from None
             raise ServerLost(f"{MCP_KEY} {self.where}: {_reason(error)}: start it again, and resume") from None

@@ -49,8 +49,7 @@ class Environment:
 
     @classmethod
     def identity(cls, functions: Sequence[str] = (), mcp: Sequence[str] = ()) -> str:
-        """Returns the environment's dependencies beyond its own code: the code of functions, the schemas of other
-        tools."""
+        """Returns the environment's dependencies beyond its own code: functions' code, other tools' schemas."""
         return json.dumps(sorted(tool.identity for tool in tools_of(tuple(functions), tuple(mcp))))
 
     @classmethod

@@ -60,8 +60,7 @@ def _policy(
     *args: object,
     **options: object,
 ) -> CheckpointPolicy:
-    """Decides whether to keep an operation's outputs; `counts` has the number of products so far, forward and
-    recomputed."""
+    """Decides whether to keep an operation's outputs; `counts` are the products so far, forward and recomputed."""
     is_kept = operation in ATTENTION or getattr(operation, "namespace", None) == VARLEN
     if operation in PRODUCTS:
         counts[context.is_recompute] += 1

@@ -19,7 +19,7 @@ GENERATION = "custom_generate"
 
 
 def code_files(folder: Path) -> list[Path]:
-    """Returns the code files of a model folder, sorted: the modules that its `auto_map` names, and their relative
+    """Returns the code files of a model folder, sorted: modules that its `auto_map` names, and their relative
     imports."""
     from transformers.dynamic_module_utils import get_relative_import_files
 

@@ -21,8 +21,7 @@ NOISE = ("dropout", "pdrop", "layerdrop", "drop_path", "droppath", "jitter")
 
 
 def model_config(model: ModelConfig, key: str = "model", *, num_labels: int | None = None) -> PreTrainedConfig:
-    """Loads the config of a model; raises UserError if it cannot be read, or has its own code without
-    `trust_remote_code`.
+    """Loads the config of a model; raises UserError if it cannot be read, or may not run its own code.
 
     Args:
         num_labels: number of labels of a classifier; None: that of the folder.
@@ -66,8 +65,7 @@ def longest_sequence(model: ModelConfig) -> int | None:
 
 
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
-    """Raises UserError if transformers does not support the architecture as a policy or as a critic, or Liger, if it is
-    configured and installed, does not."""
+    """Raises UserError if transformers, or Liger if configured and installed, does not support the architecture."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
     known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING

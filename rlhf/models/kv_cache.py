@@ -1,5 +1,4 @@
-"""A key-value cache for generation. Responses to the same prompt share its keys and values, and the cache of their own
-tokens is written in place.
+"""A key-value cache for generation, which responses to the same prompt share, and which grows in place.
 
 transformers' own cache has a copy of the prompt for each response, and is copied at every step.
 """
@@ -150,8 +149,7 @@ class CachedPrompts:
 
 @torch.no_grad()
 def fits(model: PreTrainedModel) -> bool:
-    """Returns True if a model, which has adopted shared prompts, computes the same with `CachedPrompts` on a few
-    tokens.
+    """Returns True if a model that shares prompts computes the same with `CachedPrompts`, on a few tokens.
 
     Some architectures change keys and values between their cache and their attention.
     """

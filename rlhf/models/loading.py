@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def actor_skeleton(model: ModelConfig, seed: int = 0, *, trainable: bool = True) -> Skeleton:
-    """Builds a causal language model without weights, for a train engine; raises UserError if the folder lacks one.
+    """Builds a causal language model without weights, for a train engine. Raises UserError if the folder is incomplete.
 
     Trainable weights are float32, others have `model.dtype`, the type of the computation.
     """
@@ -93,6 +93,7 @@ def check_reward_model(model: RewardModelConfig) -> None:
             stored.update(file.keys())
     auto = AutoModelForTokenClassification if model.kind == "process" else AutoModelForSequenceClassification
     config = model_config(model, "reward.model")
+    # only the names of the parameters matter
     with torch.device("meta"):
         whole = auto.from_config(config, trust_remote_code=model.trust_remote_code)
     prefix = f"{whole.base_model_prefix}."

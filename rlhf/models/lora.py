@@ -30,8 +30,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
-    """Adds adapters to a model in place; `seed` seeds their initial weights. Only they and a classifier head stay
-    trainable."""
+    """Adds adapters, with random weights, to a model in place. Only they and a classifier head stay trainable."""
     import torch
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -61,6 +60,7 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
         base_model_name_or_path=model.name_or_path,
     )
     saved, config.modules_to_save = config.modules_to_save, None  # train the head itself, not a copy of it
+    # leaves the process's own generator as it was
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(seeding.generator(seed, "lora").integers(2**63)))
         try:

@@ -42,8 +42,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 FIRST: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (("rows", "embedding.word_embeddings.weight", (EMBEDDING,)),)
-"""Parameters of the first stage outside of layers: their cut, their name in Megatron, and the parameters in
-transformers of which they consist."""
+"""Parameters of the first stage outside of layers: cut, name in Megatron, and their parameters in transformers."""
 LAST: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (
     ("whole", "decoder.final_layernorm.weight", ("model.norm.weight",)),
     ("rows", "output_layer.weight", (HEAD,)),
@@ -256,8 +255,7 @@ def parts_between(
 
 
 def refusal(config: PreTrainedConfig, place: Place) -> str | None:
-    """Returns why Megatron cannot train a model in a layout, by its `tensors`, `stages` and `experts`; None if it
-    can."""
+    """Returns why Megatron cannot train a model with this many `tensors`, `stages` and `experts`; None if it can."""
     if config.model_type not in MODEL_TYPES:
         return f"{config.model_type} is not supported yet by engine megatron ({', '.join(MODEL_TYPES)} are): use fsdp"
     experts = getattr(config, "num_experts", None)

@@ -27,8 +27,7 @@ DOWNLOADED = [*WEIGHTS, *OF_TOKENIZERS, GENERATION_CONFIG, "*.jinja", "*.py"]
 
 
 def model_folder(model: ModelConfig, key: str = "model", *, download: bool = True) -> Path:
-    """Returns the folder of a model's files. A model on the hub is downloaded to the cache, or must be there if not
-    `download`."""
+    """Returns the folder of a model's files, in the cache if it is on the hub; without `download` it must be there."""
     path = Path(model.path)
     if path.is_dir():
         if not (path / "config.json").is_file():

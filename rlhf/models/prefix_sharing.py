@@ -114,8 +114,7 @@ def _similar(*lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def _indices(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indexes the tokens of pieces, shape (pieces, longest), padded with index 0; also returns True where not
-    padding."""
+    """Indexes the tokens of pieces, shape (pieces, longest), padded with index 0; also returns the mask."""
     at = np.arange(int(lengths.max()))
     real = at[None, :] < lengths[:, None]
     return np.where(real, starts[:, None] + at, 0), real
@@ -130,8 +129,7 @@ def attention_kinds(config: PreTrainedConfig) -> set[str]:
 
 @torch.no_grad()
 def adopt(model: PreTrainedModel) -> bool:
-    """Makes a model's attention follow the `SharedPrompts` or `CachedPrompts` that it is given; returns True if the
-    model supports that.
+    """Makes a model's attention follow `SharedPrompts` or `CachedPrompts`; returns True if the model supports that.
 
     Without any, the model computes as before. All its layers must attend to all earlier tokens, by PyTorch's own
     attention; a trial on a few tokens checks that nothing else depends on other tokens.

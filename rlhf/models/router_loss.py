@@ -32,8 +32,8 @@ class RouterLoss:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RouterLoss | None:
-        """Reads the settings from a model's config; None if it does not ask for the loss, UserError if the model lacks
-        it."""
+        """Reads the settings from a model's config, None if it does not ask for the loss. Raises UserError if the model
+        has none."""
         config = model.config.get_text_config()
         if not getattr(config, "output_router_logits", False):
             return None

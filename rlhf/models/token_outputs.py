@@ -80,6 +80,7 @@ class TokenOutputs(torch.nn.Module):
         # these work on any device, and in float32
         is_plain = attention in ("sdpa", "eager", prefix_sharing.NAME)
         tried = truncated(model, attention=attention if is_plain else "sdpa", teams_of=1 if team is None else team.size)
+        # `_check` computes with the small model
         self.model = tried.to(ranks.device())
         self.head = head
         self.team = team
@@ -229,8 +230,8 @@ class TokenOutputs(torch.nn.Module):
         return logits
 
     def use(self, kernels: Kernels) -> None:
-        """Replaces kernels of the model in place; see `ratchet.rlhf.models.kernels`. Raises UserError if Liger lacks
-        the model."""
+        """Replaces kernels of the model in place; see `kernels`. Raises UserError if Liger does not support the
+        model."""
         self.kernels = kernels
         if kernels == "compile":
             compile_layers(self.model)
@@ -300,6 +301,7 @@ def _of_share(
     scaled: Tensor, targets: Tensor, share: VocabularyShare, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log-probs and entropy of scaled logits, of which each member of a team has a part."""
+    # subtracted to avoid overflow; it cancels out, so it needs no gradient
     largest = scaled.detach().amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=share.group)
     exponentials = (scaled - largest.unsqueeze(-1)).exp()

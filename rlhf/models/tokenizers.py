@@ -181,8 +181,7 @@ def tokenizer_digest(model: ModelConfig, *, writes: bool = True) -> str:
 
 
 def _tokens_around(model: ModelConfig) -> str:
-    """Returns the tokens before a prompt without a chat template, and after an answer with one, as text for a
-    digest."""
+    """Returns the tokens around texts (prompts without a chat template, answers with one) as text for a digest."""
     tokenizer = load_tokenizer(model)
     before = beginning([], tokenizer)
     known = _ends(generation_config(model), tokenizer)

@@ -123,6 +123,7 @@ class ChatClient:
         if not self._takes_json_mode:
             return self._text_of(await self._request(question))
         response = await self._request({**question, "response_format": {"type": "json_object"}})
+        # perhaps because it has no JSON mode
         if response.status_code in (400, 422):
             plain = await self._request(question)
             self._takes_json_mode = not plain.is_success  # otherwise it refuses something else
@@ -182,8 +183,7 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 def _parsed(answer: str) -> object:
-    """Returns the JSON value of an answer: all of it, after a reasoning model's thoughts, or in a fence. Raises
-    ValueError."""
+    """Returns the JSON value of an answer: all of it, after a model's thoughts, or in a fence. Raises ValueError."""
     text = answer.rpartition("</think>")[2].strip()
     fenced = _FENCE.fullmatch(text)
     value: object = json.loads(text if fenced is None else fenced[1], parse_constant=_refuse)

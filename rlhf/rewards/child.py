@@ -114,6 +114,7 @@ class _Process:
             outcomes: list[list[Outcome]] = []
             for index in request["rewards"]:
                 outcomes.append(self._rewards[index].score(group))
+                # without this function's score there is no total, so the others are not called
                 if all(map(is_failure, outcomes[-1])):
                     outcomes += [outcomes[-1]] * (len(request["rewards"]) - len(outcomes))
                     break
@@ -122,8 +123,7 @@ class _Process:
     async def score_concurrently(
         self, requests: Sequence[Mapping[str, Any]], pipe: int, receive: Callable[[], None]
     ) -> None:
-        """Scores requests of async functions concurrently, each within its time limit. Each names one function;
-        `receive` takes a message from the pipe."""
+        """Scores requests of async functions concurrently, each within its time limit. Each names one function."""
         loop, slots = asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency)
 
         def readable() -> None:

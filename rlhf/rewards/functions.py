@@ -114,8 +114,7 @@ class Trajectory:
     response_ids: list[int] | None = None
     """Tokens of the response, passed only to functions of TRL's signature, as `completion_ids`."""
     prompt_tail: str = ""
-    """The end of the prompt as the chat template renders it, right before the response: it may open a tag (`<think>`)
-    that the response closes."""
+    """The end of the prompt as the chat template renders it: it may open a tag (`<think>`) that the response closes."""
 
 
 @dataclass(frozen=True)
@@ -317,8 +316,7 @@ class Reward:
 
 
 def continued(solution_str: str, prompt_tail: str, *openings: str) -> str:
-    """Returns a response together with the opening, such as `<think>`, that ends its prompt, if it is one of
-    `openings`."""
+    """Returns a response together with the opening, such as `<think>`, that ends its prompt, if any."""
     end = prompt_tail.rstrip()
     opened = next((len(opening) for opening in openings if end.endswith(opening)), None)
     return solution_str if opened is None else prompt_tail[len(end) - opened :] + solution_str

@@ -60,8 +60,7 @@ def compute_score(
 
 
 def check_truth(ground_truth: Any) -> str:
-    """Returns the answer in a ground truth: its box, or all of it. Raises ValueError for one that no response can
-    match."""
+    """Returns the answer in a ground truth: its box, or all of it. Raises ValueError if no response can match it."""
     wanted = boxed(str(ground_truth)) or str(ground_truth)
     if not _plain(wanted):
         raise ValueError(f"the ground truth {ground_truth!r} has no answer")

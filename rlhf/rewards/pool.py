@@ -149,8 +149,7 @@ class RewardPool:
         return any(kind.takes_group for kind in self._children[0].kinds())
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score | RatchetError]:
-        """Scores some responses, in order; those with the same `prompt_id` are a group. Raises RewardFailed if no child
-        starts."""
+        """Scores some responses, of which those with the same `prompt_id` are a group. Raises RewardFailed."""
         if not trajectories:
             return []
         kinds = self._children[0].kinds()
@@ -213,8 +212,8 @@ class RewardPool:
 def _requests(
     trajectories: Sequence[Trajectory], kinds: Sequence[_Kind], rewards: Sequence[int], *, together: bool
 ) -> list[_Request]:
-    """Makes a request for each response, of the functions that take one (`together`: of all; or of each), and for each
-    group and function that takes several."""
+    """Makes a request for each response and function that takes one (`together`: for all of them), and for each group
+    and function that takes several."""
     single = [index for index in rewards if not kinds[index].takes_several]
     batches = [single] if single and together else [[index] for index in single]
     groups: dict[str, list[int]] = {}
@@ -554,8 +553,7 @@ class _Child:
             pipe.send_bytes(json.dumps(message).encode())
 
     def _receive(self, timeout_s: float) -> dict[str, Any] | str | None:
-        """Returns the child's next message, or how it ended; None: it was killed because there was no message in
-        time."""
+        """Returns the child's next message, or how it ended; None: killed, because there was no message in time."""
         assert self.process is not None, "it was started"
         try:
             if self.pipe.poll(timeout_s):
@@ -587,6 +585,7 @@ class _Child:
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            # the child can import what this process can
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         child_end.close()

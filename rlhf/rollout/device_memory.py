@@ -43,7 +43,7 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
             held["weights of the ema (host memory)"] = 4 * count
         elif role in ("reference", "teacher"):
             is_base = role == "reference" and config.model.lora is not None and config.reference.model is None
-            if not is_base:  # of the actor's adapters, whose tensors it uses
+            if not is_base:  # the base of the actor's adapters is the actor's own tensors
                 share = trainer.engine.frozen_share(ranks)
                 held[f"weights of the {role}"] = share * count * _width(config.model_of(role))
         else:
@@ -56,8 +56,8 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
 
 
 def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> dict[str, float]:
-    """Estimates the gradients that each process holds while it trains, in bytes; those of adapters, which are small,
-    are left out.
+    """Estimates the bytes of gradients that each process holds while it trains; adapters', which are small, are left
+    out.
 
     Args:
         parameters: number of parameters of each model in the same processes, by role.

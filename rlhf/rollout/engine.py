@@ -126,7 +126,7 @@ class RolloutEngine(ABC):
     """A model that generates responses. Requests may join and leave while others run."""
 
     in_batches: ClassVar[bool] = False
-    """True if requests are generated in fixed batches, each of which always gives the same bits.
+    """True if requests are generated in fixed batches: rounding depends on a batch's requests, but is repeatable.
 
     Such an engine starts when every request announced by `join` is waiting.
     """

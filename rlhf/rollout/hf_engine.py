@@ -190,7 +190,7 @@ class HFRollout(RolloutEngine):
         longest = max(map(len, prompts))
         input_ids = torch.zeros((len(prompts), longest), dtype=torch.long)
         for row, prompt in enumerate(prompts):
-            # padded on the left, so that all rows generate at the same position
+            # padded on the left, so that the next tokens of all rows are in the same column
             input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         input_ids = input_ids.to(device)
         padding = longest - torch.tensor([len(prompt) for prompt in prompts], device=device)

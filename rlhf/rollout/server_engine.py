@@ -310,8 +310,7 @@ class ServerRollout(RolloutEngine):
         self._loads = 0
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Generates a response; see `RolloutEngine.stream`. If a server fails, another one continues from its
-        tokens."""
+        """Generates a response; see `RolloutEngine.stream`. If a server fails, another one continues."""
         seed, so_far, failures = seed_of(request, sampling), 0, 0
         while True:
             async with self._server(request) as server:
@@ -324,12 +323,14 @@ class ServerRollout(RolloutEngine):
                             yield chunk
                             if chunk.finish_reason is not None:
                                 return
+                    # without a finish reason
                     raise Away(f"{server.url} ended a response early")
                 except Away as error:
                     server.failures += 1
                     failures += 1
                     if failures == TRIES:
                         raise EngineLost(str(error)) from None
+            # random, so that the requests of a failed server do not all retry at the same time
             await asyncio.sleep(random.uniform(0, min(0.2 * 2**failures, 10)))
 
     @asynccontextmanager

@@ -68,6 +68,7 @@ class Ask:
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=max(since + self.timeout_s - time.monotonic(), 0.01))
+                # progress of other requests counts, because this one may wait behind them
                 if not task.done() and time.monotonic() - max(since, self.progress) >= self.timeout_s:
                     raise Away(f"{self.url} made no progress for {self.timeout_s:.0f} s (rollout.engine.timeout_s)")
                 since = max(since, self.progress)

@@ -89,7 +89,7 @@ class SGLangLink:
         return cls(servers, name, group, ranks.device() if on_gpu else torch.device("cpu"))
 
     def send(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> int:
-        """Broadcasts weights, consumed one at a time and cast to `dtype`, once to all servers; returns the number of
+        """Broadcasts weights, consumed one at a time and cast to `dtype`, to all servers; returns the number of
         bytes."""
         return send(weights, dtype, [Memory(self._device), Memory(self._device)], self._deliver)
 
@@ -140,8 +140,7 @@ async def _end(server: Ask) -> None:
 
 
 async def _meanwhile(asked: Sequence[Coroutine[Any, Any, Any]], part: Callable[[], T]) -> T:
-    """Sends the requests while this process runs its own part in a thread; returns the part's result, or raises the
-    first error.
+    """Sends the requests while this process runs its part in a thread; returns the part's result, or the first error.
 
     The part blocks until the servers do theirs, possibly for long if one refuses: its thread may be left behind.
     """

@@ -131,6 +131,7 @@ class VLLMProcess:
         # time without work does not count towards the time limit
         if not self.requests and not self._waits:
             self._last = time.monotonic()
+        # the thread that reads notices a lost process
         with self._sending, suppress(OSError):
             self._pipe.send(message)
 
@@ -186,6 +187,7 @@ class VLLMProcess:
         try:
             self.end()
         finally:  # even if that raises, no caller may wait forever
+            # wakes a caller that waits for an answer
             self._answers.put((False, error))
             event_loop.loop().call_soon_threadsafe(self._fail, error)
 
@@ -259,6 +261,7 @@ class VLLMRollout(RolloutEngine):
         self.on_gpu, self.cpu_cache_gib, self.deterministic = on_gpu, cpu_cache_gib, deterministic
         self.tensor_parallel, self.devices = tensor_parallel, devices
         self.dtype: torch.dtype = getattr(torch, dtype)
+        # vLLM's `ipc` works within one GPU
         self.transfers_on_device = on_gpu and tensor_parallel == 1
         self._asleep: set[str] = set()
         """vLLM's tags of the memory that is not on the device."""
@@ -290,11 +293,13 @@ class VLLMRollout(RolloutEngine):
             **options,
         }
         if lora_rank is not None:
+            # only the newest adapter is ever used
             self.options |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}
         # files in /dev/shm would hold memory after this process
         atexit.register(self.close)
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        # starting vLLM takes long, and must not block the event loop
         is_there = self._child is not None and self._child.lost is None
         child = self._running() if is_there else await asyncio.to_thread(self._running)
         number, chunks = next(self._numbers), asyncio.Queue[Chunk | EngineLost]()

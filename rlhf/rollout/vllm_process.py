@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 Submission = tuple[int, list[int], dict[str, Any], "tuple[int, Path] | None"]
-"""Number of the request, token ids of its prompt, arguments of vLLM's `SamplingParams`, and number and folder of the
-LoRA adapter (None: no adapter)."""
+"""Request number, prompt ids, arguments of vLLM's `SamplingParams`, and number and folder of the LoRA adapter."""
 NewTokens = tuple[int, list[int], list[float], "str | None"]
 """Number of the request, its new tokens, their log-probs in nats, and the finish reason (None: it is incomplete)."""
 
@@ -82,8 +81,7 @@ def _serve(pipe: Connection, engine: VLLM) -> None:
 
 
 def _end_with(parent: int, scratch: Path) -> None:
-    """Once the parent is gone, removes its scratch folder and kills this process group: a killed parent can do
-    neither."""
+    """Removes the scratch folder and kills this process group once the parent is gone: a killed parent cannot."""
     while os.getppid() == parent:
         time.sleep(0.5)
     shutil.rmtree(scratch, ignore_errors=True)

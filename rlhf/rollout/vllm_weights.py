@@ -106,7 +106,7 @@ class Experts:
             and layer.moe_config.moe_parallel_config.ep_size == 1
         }
         self._stacks: dict[tuple[str, str], tuple[torch.Tensor, set[int]]] = {}
-        """Incomplete stacks by layer and projection: the matrices of all experts, and the numbers of those that have
+        """Incomplete stacks by layer and projection: all experts' matrices, and the numbers of those that have
         arrived."""
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:

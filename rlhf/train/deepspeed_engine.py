@@ -102,8 +102,7 @@ class DeepSpeedEngine(ModelEngine):
         self._read()
 
     def _partition(self, config: dict[str, Any], dtype: torch.dtype) -> None:
-        """Gives memory to one parameter at a time and keeps this rank's share, so that no rank ever has the whole
-        model."""
+        """Gives memory to one parameter at a time and keeps this rank's share: no rank ever has the whole model."""
         from deepspeed.runtime.zero import Init
 
         partitioned: list[Any] = []

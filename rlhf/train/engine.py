@@ -73,8 +73,7 @@ class TrainEngine(InferenceEngine, Protocol):
         ...
 
     def update_flops(self, batch: TrajectoryBatch, plan: OptimizerPlan) -> float:
-        """Returns the FLOPs of the plan's optimizer steps over all ranks, without recomputation; see
-        `TrainingFlops`."""
+        """Returns the FLOPs of the plan's optimizer steps over all ranks; see `TrainingFlops`."""
         ...
 
     def digest(self) -> str:

@@ -104,6 +104,7 @@ class FSDPEngine(TorchEngine):
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.offload else OffloadPolicy(),
         }
         blocks = set(self.model._no_split_modules or ())
+        # blocks first, so that each is gathered separately; the rest belongs to the root
         for module in self.model.modules():
             if type(module).__name__ in blocks:
                 fully_shard(module, **options)

@@ -55,8 +55,7 @@ class MegatronOutputs(TokenOutputs):
     def of_hidden(
         self, hidden: Tensor, time: int, at: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        """Computes outputs from the hidden states of the last stage; `time` is the length of the sequences. See
-        `forward`."""
+        """Computes outputs from the hidden states of the last stage; `time` is the sequences' length."""
         chosen = self.decoder.chosen(hidden, time, at)
         if self.head == "policy":
             computed = self._of_policy(chosen, self.decoder.own(targets), temperature, outputs)
@@ -110,6 +109,7 @@ class MegatronEngine(ModelEngine):
             cause = str(error).partition("\n")[0]
             raise UserError(f"engine megatron needs a GPU ({cause}): use engine fsdp") from None
         kept = activation_checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
+        # the decoder expects sequences that are padded on the right
         options |= {"packing": False, "share_prompts": False}
         skeleton = Skeleton.of(model)
         config = skeleton.model.config.get_text_config()
@@ -319,8 +319,7 @@ class MegatronEngine(ModelEngine):
         return self.trainable and isinstance(self.stepper.chained_optimizers[0], DistributedOptimizer)
 
     def _held(self, kind: str, parameter: torch.nn.Parameter) -> tuple[Tensor, int]:
-        """Returns this rank's share of a parameter's optimizer weights or state, flat, and its offset in the
-        parameter."""
+        """Returns this rank's share of a parameter's optimizer weights or state, flat, and its offset."""
         main, first = self._main(parameter)
         if main is None:
             return torch.zeros(0, device=self.device), 0
@@ -332,8 +331,7 @@ class MegatronEngine(ModelEngine):
         return self.optimizer_buffers.readable(self.weights_buffers.readable(held)).view(-1), first
 
     def _main(self, parameter: torch.nn.Parameter) -> tuple[Tensor | None, int]:
-        """Returns the weights that the optimizer changes, or this rank's shard of them, and their offset; None if this
-        rank has none of the parameter."""
+        """Returns the weights that the optimizer changes, or this rank's shard of them or None, and their offset."""
         if not self.trainable:
             return parameter, 0
         if not self._is_sharded:

@@ -31,8 +31,7 @@ class Layout:
     context: int = 1
     """Ranks that share each sequence."""
     expert: int = 1
-    """Ranks that share the experts of each layer; they may also share matrices or sequences, or have their own
-    trajectories."""
+    """Ranks that share the experts of each layer; they may share matrices or sequences, or have other trajectories."""
 
 
 _create_group: Callable[..., dist.ProcessGroup | None] = parallel_state.create_group
@@ -75,6 +74,7 @@ class MegatronGroups:
 
     def __init__(self, layout: Layout) -> None:
         """Use `of` instead."""
+        # Megatron refuses to initialize groups twice
         vars(parallel_state).update(copy.deepcopy(self._empty))
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,

@@ -207,8 +207,7 @@ class ModelEngine(InferenceEngine, ABC):
 
     @abstractmethod
     def _load(self, kind: str, name: str, stored: RangeReader) -> None:
-        """Replaces a parameter or its optimizer state by the whole float32 tensor `stored`; all ranks must make the
-        same call."""
+        """Replaces a parameter or its optimizer state by a whole float32 tensor; all ranks must make the same call."""
 
     @abstractmethod
     def _reset_optimizer(self) -> None:
@@ -288,6 +287,7 @@ class ModelEngine(InferenceEngine, ABC):
         normalizers = LossNormalizers.of(mini_batch.padded("loss_mask"))
         micro_batches = list(self._micro_batches(mini_batch, plan.micro_batch_tokens, objective.together))
         columns = {name: mini_batch.padded(name).float().to(self.device) for name in objective.columns}
+        # a selection compares all tokens of the mini-batch, so it needs their outputs first
         if objective.selection is not None:
             whole = self._whole(micro_batches, objective, plan, normalizers)
             columns["selected"] = objective.selection(whole, columns)
@@ -308,6 +308,7 @@ class ModelEngine(InferenceEngine, ABC):
                 loss, metrics = loss + router.coefficient * balance, {**metrics, f"actor/{ROUTER_LOSS}": balance}
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(
+                    # of the ranks that compute the same part, one reports it
                     value.detach() if len(rows) and self.counts else 0
                 )
             # a repeated micro-batch keeps this rank in step, but contributes nothing
@@ -499,6 +500,7 @@ class ModelEngine(InferenceEngine, ABC):
             {f"{kind}.{name}": (torch.float32, self.shape(name)) for kind, name in own if kind != "model"}
         )
         for (kind, name), owner in owners.items():
+            # gathering is collective: every rank takes part
             whole = self.get(kind, name)
             if owner == ranks.rank():
                 (weights if kind == "model" else moments).write(whole)
@@ -519,8 +521,7 @@ class ModelEngine(InferenceEngine, ABC):
         return files
 
     def load_state(self, stored: StoredState) -> None:
-        """Loads the state from the files of all ranks that wrote it, of which each rank reads its share. Their number
-        may differ from the ranks now."""
+        """Loads the state, of which each rank reads its share, from the files of any number of ranks."""
         names, buffers = self.names(), self._buffers()
         weights = self._stored(stored)
         state = stored.file("state.json")
@@ -588,8 +589,7 @@ class ModelEngine(InferenceEngine, ABC):
         return lora.config_json(self.model) if lora.has(self.model) else None
 
     def _owners(self) -> dict[tuple[str, str], int]:
-        """Returns the rank that writes each tensor, by kind and name; all ranks write about the same number of
-        elements."""
+        """Returns the rank that writes each tensor, by kind and name; all ranks write about equally many elements."""
         written = [0] * ranks.count()
         owners: dict[tuple[str, str], int] = {}
         sizes = {name: torch.Size(self.shape(name)).numel() for name in self.names()}

@@ -66,8 +66,7 @@ class RewardEngine:
     def steps(
         self, conversations: Sequence[tuple[Messages, str]], separator: str, *, micro_batch_tokens: int
     ) -> list[list[Step]]:
-        """Scores the steps of responses, which `separator` ends, with a token classifier, at the last token of each
-        step.
+        """Scores the steps of responses, ended by `separator`, with a token classifier at their last tokens.
 
         Raises:
             UserError: a conversation is too long for the model, the tokenizer does not report character offsets, or

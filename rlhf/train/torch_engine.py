@@ -117,6 +117,7 @@ class TorchEngine(ModelEngine):
         if kind != "model":
             assert self.optimizer is not None
             state = self.optimizer.state[self.parameters[name]]
+            # AdamW corrects the bias of its moments by the number of steps
             state["step"] = torch.tensor(float(self.steps), device=self.parameters[name].device)
             state[kind] = torch.zeros_like(self.parameters[name])
         self._fill(self._held(kind, name), stored)

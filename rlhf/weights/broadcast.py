@@ -81,6 +81,7 @@ class WeightLink:
             {"is_sent": True, "adapter_config": None if adapter_config is None else adapter_config.decode()}
         )
         sent = send(weights, dtype, [Memory(self._device), Memory(self._device)], deliver)
+        # an empty message ends the transfer
         self._broadcast_json({})
         return sent
 

@@ -185,6 +185,7 @@ def _send(
     tensor_or_end = next(weights, None)
     while tensor_or_end is not None:
         buffer = buffers[0]
+        # the buffers take turns
         buffers = (*buffers[1:], buffer)
         if len(under_way) == len(buffers):  # the receiver may still be reading this buffer
             under_way.popleft().result()
