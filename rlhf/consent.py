@@ -180,11 +180,9 @@ def _of_command(command: str) -> Code:
 
 
 def _by_name(key: str, name: str, options: Mapping[str, object], *, is_file: bool = True) -> Code | None:
-    """Returns the code that `load_named` would run; None if there is none, or if it is a built-in.
-
-    Packages that load environments import even a name that ends with ``.py``: `is_file` is then False.
-    """
+    """Returns the code that `load_named` would run; None if there is none, or if it is a built-in."""
     module, colon, _ = name.rpartition(":")
+    # packages that load environments import even a name that ends with .py
     is_file = is_file and (module if colon else name).endswith(".py")
     if not colon and not is_file:
         return None

@@ -249,6 +249,7 @@ async def _answers(request: Request, caller: Caller, asked: Sequence[Any]) -> li
         while pending and not leaves.done():
             done, pending = await asyncio.wait({*pending, leaves}, return_when=asyncio.FIRST_COMPLETED)
             pending.discard(leaves)
+            # raises the first error immediately
             for task in done - {leaves}:
                 task.result()
         if leaves.done():

@@ -60,6 +60,7 @@ class Served:
         base_url, _ = await self._gateway.open(self, self._key)
         self._listening(base_url)
         try:
+            # never done: serves until this is cancelled
             await asyncio.get_running_loop().create_future()
         finally:
             self.is_over = True

@@ -407,7 +407,8 @@ def _extends(branch: Branch, continuation: Continuation) -> bool:
 
 
 def _call_id(digest: str, turn: int, number: int) -> str:
-    """Returns the id of a tool call, equal for equal answers. Mistral's template requires nine characters."""
+    """Returns the id of a tool call, equal for equal answers."""
+    # Mistral's template requires nine characters
     return hashlib.sha256(f"{digest} {turn} {number}".encode()).hexdigest()[:9]
 
 

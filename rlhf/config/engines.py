@@ -235,7 +235,8 @@ class MegatronConfig(TrainEngineConfig):
 
     @property
     def _split_over(self) -> int:
-        """Number of processes that a model is split over. Most of a mixture of experts is experts."""
+        """Number of processes that a model is split over."""
+        # most of a mixture of experts is experts
         by_layer = self.expert_parallel if self.expert_parallel > 1 else self.tensor_parallel
         return by_layer * self.pipeline_parallel
 

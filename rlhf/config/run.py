@@ -299,6 +299,7 @@ class RunConfig(Section):
 
     def as_committed(self, values: Mapping[str, Any]) -> RunConfig:
         """Returns this config with the values that a stage was committed with."""
+        # combinations are not checked, because the stage has only its own keys
         return validated(RunConfig, self._with(values), "config", ALLOW_INCOMPATIBLE)
 
     def _with(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,10 +321,8 @@ def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
 
 
 def stored_config(tree: Mapping[str, Any], where: str) -> RunConfig:
-    """Reads a config that a driver stored.
-
-    Combinations are not checked here: a run that could not be started today stays readable.
-    """
+    """Reads a config that a driver stored."""
+    # a run that could not be started today stays readable
     return validated(RunConfig, tree, where, ALLOW_INCOMPATIBLE)
 
 

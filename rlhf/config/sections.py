@@ -63,7 +63,7 @@ class RunSection(Section):
 
 
 class LoRAConfig(Section):
-    """Train low-rank adapters and freeze the model (arXiv 2106.09685)."""
+    """Low-rank adapters, which are trained while the model is frozen (arXiv 2106.09685)."""
 
     r: int = Field(16, gt=0, description="rank of the adapters (TRL)")
     alpha: float = Field(32.0, gt=0, description="scale of the adapters: alpha / r (TRL)")
@@ -96,7 +96,7 @@ class ModelConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Draw prompts that teach little less often: those that the policy always or never solved when it met them last."""
+    """A curriculum: prompts that the policy always or never solved teach little, and are drawn less often."""
 
     weight: float = Field(
         0.25,
@@ -122,7 +122,7 @@ OWN = "self"
 
 
 class ReplayConfig(Section):
-    """Learn from other answers, too: those that a share of the prompts got before, or an expert's."""
+    """Replay of other answers: those that a share of the prompts got before, or an expert's."""
 
     share: float = Field(
         0.25, gt=0, le=1, description="share of an iteration's prompts that are drawn with their answers"

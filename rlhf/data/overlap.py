@@ -94,7 +94,7 @@ def _whole(text: str) -> int:
 
 
 def near_duplicates(examples: Sequence[tuple[str, ...]], similarity: float) -> list[bool]:
-    """Finds examples that are near-duplicates of an earlier one, which is none itself.
+    """Finds examples that are near-duplicates of an earlier one that is not a near-duplicate itself.
 
     Both the prompts and the answers of near-duplicates are similar, each by the Jaccard index of its n-grams of five
     words and signs: similar answers to different questions do not count, nor do different answers to one long question.

@@ -77,11 +77,9 @@ def structures(ground_truth: str | None, is_json: bool, extra_info: str) -> tupl
 
 
 def original(messages: str, is_text: bool) -> str | Messages:
-    """Decodes a prompt, as text or messages like the dataset's, for a reward.
-
-    A system message may precede a prompt that is text.
-    """
+    """Decodes a prompt, as text or messages like the dataset's, for a reward."""
     decoded: Messages = json.loads(messages)
+    # a system message may precede a prompt that is text
     return decoded[-1]["content"] if is_text else decoded
 
 
@@ -322,6 +320,7 @@ def beginning(plain: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
         return []
     sample = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     whole = list(tokenizer("a")["input_ids"])
+    # the special tokens before those of the text itself
     starts = (at for at in range(len(whole) - len(sample) + 1) if whole[at : at + len(sample)] == sample)
     return whole[: next(starts, 0)]
 

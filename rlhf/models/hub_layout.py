@@ -150,10 +150,7 @@ class _Conversion:
 
 
 def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """Returns the conversions of a model's class, even if the folder it was loaded from did not need them.
-
-    Only added prefixes depend on the folder.
-    """
+    """Returns the conversions of a model's class, even if the folder it was loaded from did not need them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -162,6 +159,7 @@ def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
         for transform in getattr(model, "_weight_conversions", None) or []
         if isinstance(transform, PrefixChange)
     }
+    # only added prefixes depend on the folder
     known = get_model_conversion_mapping(model, add_legacy=False)
     return [transform for transform in known if not isinstance(transform, PrefixChange) or repr(transform) in used]
 

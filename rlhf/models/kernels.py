@@ -38,15 +38,13 @@ def check_liger(model_type: str) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles each layer, in place, on its first forward pass; layers of one kind are compiled together.
-
-    Hooks of a layer, such as those that gather its weights, stay outside.
-    """
+    """Compiles each layer, in place, on its first forward pass; layers of one kind are compiled together."""
     import torch
 
     # layers share programs; each model and layout of micro-batches needs a few, with gradients and without
     torch._dynamo.config.recompile_limit = 64
     for layer in layers(model):
+        # `forward` only: hooks of a layer, such as those that gather its weights, stay outside
         layer.forward = torch.compile(layer.forward)
 
 

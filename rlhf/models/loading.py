@@ -136,10 +136,7 @@ def _adapted(skeleton: Skeleton, model: ModelConfig, seed: int) -> Skeleton:
 def _skeleton(
     auto_class: Any, model: ModelConfig, *, dtype: str, num_labels: int | None = None
 ) -> tuple[Skeleton, list[str]]:
-    """Builds a model without weights, and lists the parameters that its folder lacks.
-
-    A model whose files cannot be read by range is loaded whole. `num_labels` None: that of the folder.
-    """
+    """Builds a model without weights, and lists the parameters that its folder lacks."""
     from transformers.utils import logging
 
     folder = model_folder(model)
@@ -163,6 +160,7 @@ def _skeleton(
             if built.can_generate():
                 built.generation_config = generation_config(model)
         except Unreadable as reason:
+            # its files cannot be read by range, so it is loaded whole
             say_whole(model.path, reason)
             built, info = auto_class.from_pretrained(
                 folder, config=config, use_safetensors=True, output_loading_info=True, **options

@@ -170,6 +170,7 @@ def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[
     converted: set[str] = set()
     for key in sorted(stored, key=dot_natural_key):
         name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        # the file already has the model's own name
         if name not in state and key in state:
             name, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
         if name in state and converter is None:

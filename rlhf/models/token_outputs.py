@@ -137,6 +137,7 @@ class TokenOutputs(torch.nn.Module):
         before = input_ids.shape[1]
         input_ids, positions = team.padded(input_ids, position_ids)
         time = input_ids.shape[1]
+        # padding changes the indices in the flattened input
         is_local, local_at = team.mine(at // before * time + at % before, time)
         attend: dict[str, Any] = {"team": team, "segments": shared}
         if copies is not None:
@@ -184,6 +185,7 @@ class TokenOutputs(torch.nn.Module):
     def _of_policy(
         self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
+        # Liger's kernel knows neither entropy nor temperature, and only a plain matrix
         if self.kernels == "liger" and "entropy" not in outputs and temperature == 1.0 and self._has_plain_head():
             return {"log_probs": liger_log_probs(hidden, self.model.get_output_embeddings().weight, targets)}
         members = 1 if self.vocabulary is None else self.vocabulary.members

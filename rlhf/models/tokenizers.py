@@ -85,6 +85,7 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
     try:
         tokenizer.chat_template = Path(path).read_text()
+        # tried at once, so that an error names the file
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except (OSError, UnicodeDecodeError, TemplateError) as error:
         raise UserError(f"chat_template {path} is not a chat template: {error}") from None

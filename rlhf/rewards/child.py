@@ -48,6 +48,7 @@ def main() -> None:
 
     try:
         task = json.loads(pipe.recv_bytes())
+        # imports what the parent's process can import
         sys.path[:] = task["path"]
         answers = _Answers(send)
         try:

@@ -76,6 +76,7 @@ def compute_score(
         return {"score": 0.0, "passed": 0.0}
     if "asserts" in truth:
         program += f"\n{truth['asserts']}\n"
+        # printed after the assertions: a program that exits before them cannot know it
         word = secrets.token_hex(16)
         tests = [(f"{word}\n", word)]
     else:
@@ -119,10 +120,7 @@ def check_truth(ground_truth: Any) -> dict[str, Any]:
 
 
 def run(program: str, given: str, asserts: bool, *, seconds: float, memory_mb: int, sandbox: str) -> str | None:
-    """Returns what a program prints; None if it fails, or exceeds its limits.
-
-    Asserts get a secret word, which is printed after them: a program that exits before its assertions cannot know it.
-    """
+    """Returns what a program prints; None if it fails, or exceeds its limits."""
     with tempfile.TemporaryDirectory(prefix="ratchet-code-") as name:
         folder = Path(name)
         (folder / "program.py").write_text(program)

@@ -14,10 +14,9 @@ def compute_score(
     tags: Sequence[str] = ("think", "answer"),
     prompt_tail: str = "",
 ) -> float:
-    """Returns 1.0 if the response is ``<tag>...</tag>`` for each tag in turn and otherwise only white space, else 0.0.
-
-    The prompt may have opened the first tag.
-    """
+    """Returns 1.0 if the response is ``<tag>...</tag>`` for each tag in turn and otherwise only white space, else
+    0.0."""
+    # the prompt may have opened the first tag
     text = continued(solution_str, prompt_tail, f"<{tags[0]}>")
     rest = text.strip()
     for tag in tags:

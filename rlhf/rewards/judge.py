@@ -137,6 +137,7 @@ def _scores(value: object, count: int) -> list[float]:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError("there is no list of scores")
     answers = [entry.get("answer") for entry in entries]
+    # by `repr`, because a judge may name answers by anything
     if sorted(map(repr, answers)) != sorted(map(repr, range(1, count + 1))):
         raise ValueError(f"there are scores of the answers {answers!r:.100}, not of 1 to {count}")
     scores = {entry["answer"]: _score(entry) for entry in entries}

@@ -166,6 +166,7 @@ class RewardPool:
         if plain:
             started = time.monotonic()
             requests = _requests(trajectories, kinds, plain, together=True)
+            # a single child does a little work before several have started
             is_slow = self._row_s * len(trajectories) > WORTH_S
             used = max(1, min(len(self._children), len(requests))) if is_slow else 1
             shares = [requests[index::used] for index in range(used)]
@@ -402,10 +403,7 @@ def _trial(
 def _right_answers(
     reward: RewardConfig, prompt: Prompt, write: Callable[[Prompt, str], TrialAnswer]
 ) -> Iterator[tuple[str, str]]:
-    """Yields the built-ins that can tell a right answer to a prompt, each with one.
-
-    The answer leaves out what the end of the prompt already opens, and the rest is decoded from its tokens.
-    """
+    """Yields the built-ins that can tell a right answer to a prompt, each with one."""
     truth, _ = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
     for name in reward.functions:
         built_in = auto.reward_of(prompt.data_source, prompt.style) if name == "auto" else name
@@ -413,6 +411,7 @@ def _right_answers(
             continue
         text = import_module(f"ratchet.rlhf.rewards.{built_in}").right_answer(truth, **reward.options.get(name, {}))
         end = write(prompt, "").prompt_tail.rstrip()
+        # what the end of the prompt already opens is left out of the answer, whose rest is decoded from its tokens
         begun = next((length for length in range(len(text), 1, -1) if end.endswith(text[:length])), 0)
         yield name, write(prompt, text[begun:]).text
 
@@ -467,6 +466,7 @@ class _Child:
                 begun, cause = self._run(batch, concurrently, results)
                 suspects = [number for number in begun if number not in results]
                 rest = [number for number in batch if number not in begun]
+                # the only one that was running when the child ended
                 if len(suspects) == 1:
                     results[suspects[0]] = self._lost(requests[suspects[0]], cause, concurrently)
                 else:

@@ -146,7 +146,7 @@ class RolloutEngine(ABC):
         """Announces trajectories, each of which makes requests until its `leave`."""
 
     def leave(self) -> None:  # noqa: B027
-        """Ends the requests of one announced trajectory."""
+        """Reports that an announced trajectory makes no further requests."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
         """Generates responses and waits for all of them; returns one per request, in the same order."""

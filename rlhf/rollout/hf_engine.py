@@ -200,6 +200,7 @@ class HFRollout(RolloutEngine):
         out_log_probs = torch.zeros((len(requests), sampling.max_tokens), device=device)
         limits = torch.tensor([limit_of(request, sampling) for request in requests], device=device)
         lengths = limits.clone()
+        # no row can end early, so that no step has to look for ends
         together = sampling.ignore_eos and not sampling.stop and int(limits.min()) == sampling.max_tokens
         active = torch.arange(len(requests), device=device)
         finished = torch.zeros(len(requests), dtype=torch.bool, device=device)

@@ -56,10 +56,8 @@ _lingering: list[psutil.Process] = []
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Removes PyTorch's setting `expandable_segments` from environment variables, keeping its other settings.
-
-    vLLM frees and maps its memory itself when it sleeps and wakes, which PyTorch refuses with such segments.
-    """
+    """Removes PyTorch's setting `expandable_segments` from environment variables, keeping its other settings."""
+    # vLLM frees and maps its memory itself when it sleeps and wakes, which PyTorch refuses with such segments
     kept = dict(environment)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if name in kept:
@@ -217,12 +215,10 @@ def error_of_worker(log: str) -> str | None:
 
 
 def cannot_pass(error: str) -> bool:
-    """Returns True if vLLM would fail again, because it refuses the model or its options, or lacks a package.
-
-    `error` begins with its type: `ValueError: ...`. Errors about memory may pass, once other processes free theirs.
-    """
+    """Returns True if vLLM would fail again with this error, which begins with its type (`ValueError: ...`)."""
     kinds = r"(\w+\.)*(ValueError|TypeError|NotImplementedError|ImportError|ModuleNotFoundError): "
     refuses = re.match(kinds, error) or re.search(r"unsupported|not supported|not implemented", error, re.IGNORECASE)
+    # other processes may free their memory
     return refuses is not None and "memory" not in error.lower()
 
 

@@ -243,11 +243,9 @@ class FSDPEngine(TorchEngine):
 
 
 def _mesh(device_type: str, copies: int, shards: int, team: int) -> DeviceMesh:
-    """Lays out the ranks in a mesh.
-
-    FSDP always asks for `shards`; other dimensions of size one are left out. Models of one layout use the same groups.
-    """
+    """Lays out the ranks in a mesh. Models of one layout use the same groups."""
     sizes = {"copies": copies, "shards": shards, "team": team}
+    # FSDP always asks for `shards`; other dimensions of size one are left out
     names = tuple(name for name, size in sizes.items() if size > 1 or name == "shards")
     layout = torch.arange(ranks.count()).view([sizes[name] for name in names])
     if len(names) == 1:

@@ -48,12 +48,12 @@ def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -
 def deal(lengths: np.ndarray, budget: int, teams: int, *, packed: bool = False) -> list[list[np.ndarray]]:
     """Deals rows to teams of ranks by length, and splits each team's rows into pieces; see `by_token_budget`.
 
-    The teams' numbers of tokens differ by at most the longest row. Every team gets the same number of pieces, because
-    the ranks of a sharded model compute in lockstep; a piece may be empty.
+    The teams' numbers of tokens differ by at most the longest row. A piece may be empty.
     """
     order = np.argsort(-lengths, kind="stable")
     shares = [order[team::teams] for team in range(teams)]
     by_team = [[rows[piece] for piece in by_token_budget(lengths[rows], budget, packed=packed)] for rows in shares]
+    # every team gets the same number of pieces, because the ranks of a sharded model compute in lockstep
     most = max(len(team_pieces) for team_pieces in by_team)
     return [team_pieces + [order[:0]] * (most - len(team_pieces)) for team_pieces in by_team]
 
