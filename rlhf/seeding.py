@@ -11,6 +11,7 @@ import numpy as np
 
 def generator(seed: int, *path: str | int) -> np.random.Generator:
     """Returns a counter-based generator (Philox) for one place of use, `path`."""
+    # a separator that no part contains
     text = "\x1f".join(str(part) for part in (seed, *path))
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))

@@ -138,6 +138,7 @@ class _Part:
         held = _value(config, self.path)
         if held is None or type(held) is self.declares:
             return held
+        # the values are valid already
         return self.declares.model_construct(**{name: getattr(held, name) for name in self.declares.model_fields})
 
     def keys(self, operational: bool | None) -> Iterator[str]:

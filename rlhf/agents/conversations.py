@@ -120,6 +120,7 @@ class ChatConversation(Conversation):
             min(len(self.parts), len(branch.history)),
         )
         answers = sum(1 for count in branch.after if count <= common)
+        # an answer that nothing follows cannot be continued
         if not answers or branch.after[answers - 1] == len(self.parts):
             return None
         first, dialogue = branch.after[answers - 1], branch.dialogue
@@ -157,6 +158,7 @@ class Completion(Conversation):
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
         if branch.setting != self.setting:
             return None
+        # the longest match first
         for answers in range(len(branch.after), 0, -1):
             history, dialogue = branch.history[: branch.after[answers - 1]], branch.dialogue
             if isinstance(self._prompt, str):

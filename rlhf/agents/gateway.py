@@ -351,6 +351,7 @@ class _Stream:
             else:
                 assert ended is not None
                 left -= 1
+                # the end of the text was held back, because it might have become a stop text
                 if index in told and len(ended.text) > len(told[index]):
                     yield event(self._text(index, ended.text[len(told[index]) :]))
                 for last in self._last(index, ended, index in told):

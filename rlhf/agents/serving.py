@@ -89,6 +89,7 @@ class Served:
     def _continued(self, asked: Asked) -> Session | None:
         """Returns the conversation that has most of a call's history, up to an answer; None if there is none."""
         digests = _digests(asked.conversation.setting, asked.conversation.parts)
+        # the longest history first
         known = (self._by_history.get(digest) for digest in reversed(digests))
         return next((session for session in known if session is not None), None)
 
@@ -106,6 +107,7 @@ class Served:
             len(branch.dialogue.request.prompt_ids) + len(branch.dialogue.ids) for branch in session.branches.values()
         )
         self._tokens += size.tokens
+        # none of its calls was answered
         if not session.branches:
             self._forget(session)
         while self._tokens > KEPT_TOKENS:

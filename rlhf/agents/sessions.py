@@ -222,6 +222,7 @@ class Session:
             self._limit(dialogue, asked)
             digest = self._digest(asked)
             known = self._known.get(digest)
+            # a question that was asked several times gets its answers in their order
             earlier = known.popleft() if known else None
             if earlier is not None:
                 dialogue.next_request(self.policy.sampling)  # starts the turn
@@ -231,7 +232,9 @@ class Session:
                 growing = _GrowingText(partial(self._text, stop=sampling.stop), dialogue, on_text, sampling.stop)
                 await self.policy.generate(dialogue, sampling, growing.tell)
             reason = dialogue.finish_reason or "stop"
+            # the branch may continue
             dialogue.finish_reason = ""
+            # marks the turn as answered; the program's reward is for the whole trajectory
             dialogue.turn_rewards.append(0.0)
             answer = self._read(dialogue, start, asked, reason, prompt_tokens, digest)
             news = asked.conversation.whole if continuation is None else continuation.news

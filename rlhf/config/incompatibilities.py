@@ -75,11 +75,11 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         )
     shared = dict.fromkeys(config.frozen_models, config.actor)
     unsupported: dict[str, dict[str, None]] = {}
-    """The owners of engine megatron that cannot have a setting, by the setting, which may be of a model of both."""
+    """Owners of engine megatron that cannot have a setting, by the setting, which may concern the model of several."""
     uncompiled: dict[str, dict[str, None]] = {}
     """Settings that do not work with compiled kernels, by the model."""
     for role, trainer in (config.trainers | shared).items():
-        owner = "actor" if role in shared else role  # whose keys they are
+        owner = "actor" if role in shared else role  # the role that owns the keys
         pool = config.pool_of(role)
         workers = 1 if pool is None else config.pools[pool].workers
         engine = trainer.engine

@@ -100,9 +100,8 @@ def validated(model: type[M], tree: Mapping[str, Any], where: str, context: obje
         return model.model_validate(tree, context=context)
     except ValidationError as error:
         problems: dict[str, str] = {}
-        for (
-            problem
-        ) in error.errors():  # a key that takes several types has a problem for each type: only the first is kept
+        # a key that takes several types has a problem for each type: only the first is kept
+        for problem in error.errors():
             for key, text in _explain(problem, tree, model).items():
                 problems.setdefault(key, text)
         lines = [line for text in problems.values() for line in text.splitlines()]

@@ -112,6 +112,7 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
             mistakes[f"{given.where}: {error}"] = None
             continue
         for line in _lines(converted, keys, given):
+            # the first row that sets a key wins
             lines.setdefault(line.key, line)
     if mistakes:
         raise UserError("\n".join(mistakes))

@@ -57,6 +57,7 @@ def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
         _overrides(str(path), [*arguments, *overrides]) if program == "verl" else _options([*arguments, *overrides])
     )
     sources = [source for source in SOURCES if source.program == program]
+    # a program with several trainers has several tables
     source = max(sources, key=lambda source: sum(source.counterpart(key) is not None for key in settings))
     names = {source.today(key): key for key in settings}
     today = {source.today(key): _at_home(value) for key, value in settings.items()}
@@ -148,6 +149,7 @@ def _resolved(settings: Mapping[str, Value]) -> dict[str, Value]:
     """Replaces OmegaConf's references to other keys; those that cannot be resolved are left out, like ``???``."""
     resolved: dict[str, Value] = {}
     for key, value in settings.items():
+        # a reference may lead to others, or in a circle
         for _ in range(10):
             match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
             if match is None:

@@ -150,6 +150,7 @@ class _Shell:
         if words[0] in ("test", "["):
             raise self._error(node, "is not understood: write it as [ ... ]")
         self.commands.append(tuple(words))
+        # other commands are not run, and count as failed
         return words[0] in ("echo", "true", ":", "set", "export", "cd", "mkdir")
 
     def _list(self, node: Node) -> bool:
@@ -298,6 +299,7 @@ class _Shell:
 
     def _substituted(self, node: Node) -> str:
         """Returns the output of the `echo` commands of a command substitution."""
+        # commands of a substitution are not the script's
         outer, commands = self.output, self.commands
         self.output, self.commands = [], []
         for child in node.named_children:

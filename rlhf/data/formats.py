@@ -191,7 +191,7 @@ def _call(call: Any, at: str, number: int) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except ValueError as error:
             raise UserError(f"{at} calls {_shown(name)} with arguments that are not JSON: {error}") from None
-    if arguments in (None, ""):  # of a function without parameters
+    if arguments in (None, ""):  # a function without parameters
         arguments = {}
     if not isinstance(arguments, dict):
         raise UserError(

@@ -175,6 +175,7 @@ class PromptDataset:
                 and len(tokenize_prompt(prompt, tokenizer, system_prompt)[1]) <= max_tokens
             ),
         )
+        # cached before prompts were left out
         del kept._sizes
         for path, size in zip(self.paths, kept._sizes, strict=True):
             if not size:
@@ -268,7 +269,7 @@ def tokenize_prompt(
         return render(messages, tokenizer, prompt.where, add_generation_prompt=True)
 
     messages = prompt.after(system_prompt)
-    if tokenizer.chat_template:  # which writes the special tokens
+    if tokenizer.chat_template:  # a template writes the special tokens itself
         written = render_contents(template, messages, tokenizer)
         return written.text, token_ids(written, tokenizer)
     text = template(messages)
@@ -295,7 +296,7 @@ def render(
                 add_generation_prompt=add_generation_prompt,
             )
         )
-    except (TemplateError, TypeError) as error:  # of a role, or of another form than the template expects
+    except (TemplateError, TypeError) as error:  # an unknown role, or another form than the template expects
         raise UserError(f"{where}: the chat template refuses the messages: {in_one_line(error)}") from None
 
 

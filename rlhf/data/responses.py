@@ -61,6 +61,6 @@ def _between_turns(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     messages: Messages = [{"role": role, "content": CONTENT} for role in ("user", "assistant", "user")]
     try:
         text = " ".join(around_content(messages, tokenizer)[1:])
-    except TemplateError:  # it has other roles
+    except TemplateError:  # the template has other roles
         return []
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

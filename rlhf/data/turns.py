@@ -145,6 +145,7 @@ def _pieces(written: Rendered) -> Iterator[tuple[str, str]]:
 
 def _any_of(texts: Collection[str]) -> str:
     """Returns a pattern of texts, the longest of which wins, as in tokenizers."""
+    # without texts, a pattern that matches nothing
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)"
 
 
@@ -242,6 +243,7 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
         if "merges" in model:
             pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+            # no merge may produce a special token
             model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "FLASH_ATTENTION_DETERMINISTIC": "1",  # of the package flash-attn, read by transformers
+    "FLASH_ATTENTION_DETERMINISTIC": "1",  # the package flash-attn; transformers reads it
     "NCCL_NVLS_ENABLE": "0",  # sums within a switch
     "NCCL_COLLNET_ENABLE": "0",
 }

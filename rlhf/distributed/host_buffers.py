@@ -146,6 +146,7 @@ class HostBuffers:
         if local.untyped_storage()._cdata not in self._away:
             return tensor
         _, buffer = self._away[local.untyped_storage()._cdata]
+        # elements from the first to the last
         spread = sum((size - 1) * stride for size, stride in zip(local.size(), local.stride(), strict=True))
         start = int(local.storage_offset()) * local.itemsize
         end = start + (int(spread) + 1) * local.itemsize if local.numel() else start

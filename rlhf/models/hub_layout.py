@@ -137,7 +137,7 @@ class _Conversion:
     def order(self, shape: tuple[int, ...]) -> list[int]:
         """Finds the order in which the converted tensors make up the parameter, from numbered elements."""
         probe = list(shape)
-        # the first dimension counts the experts, so only the others may shrink
+        # the first dimension counts the experts, into which a conversion splits: only the others may shrink
         while torch.Size(probe).numel() > PROBE_ELEMENTS and max(probe[1:], default=0) > 4:
             widest = max(range(1, len(probe)), key=probe.__getitem__)
             probe[widest] //= 2

@@ -155,9 +155,8 @@ def local_layout(
         stage, number = divmod(layer, per_stage)
         has_experts = LAYER.format(layer) + "mlp.gate.weight" in shapes
         for cut, name, hub in LAYERS:
-            is_fused = fused and not (
-                has_experts and name == "pre_mlp_layernorm.weight"
-            )  # no product follows this norm
+            # no product follows the norm before experts
+            is_fused = fused and not (has_experts and name == "pre_mlp_layernorm.weight")
             local = LOCAL_LAYER.format(number) + (FUSED.get(name, name) if is_fused else name)
             rows.append((stage == place.stage, cut, local, tuple(LAYER.format(layer) + part for part in hub)))
     rows += [(place.is_last_stage, *row) for row in LAST]
@@ -238,9 +237,11 @@ def parts_between(
         begin, end = begin - block.start, end - block.start  # within the block
         width, row = prod(block.shape[1:]), prod(block.whole[1:])
         corner = sum(offset * prod(block.whole[dim + 1 :]) for dim, offset in enumerate(block.offsets))
+        # the block has whole rows, so it is contiguous in the tensor
         if width == row:
             yield block, TensorShard.flat(held, corner + begin)
             continue
+        # the rest of a row, whole rows, and the beginning of a row
         cuts = sorted({begin, min(end, -(-begin // width) * width), max(begin, end // width * width), end})
         done = 0
         for start, stop in pairwise(cuts):

@@ -380,7 +380,7 @@ def _outcome(result: Any, trajectory: Trajectory) -> Outcome:
     source = trajectory.data_source
     try:
         total = float(parts.pop("score"))
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):  # the last is that of a tensor of several
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several values
         return UserError(f"the reward of a response ({source}) is {result!r}: return a number, or a dict with `score`")
     if not isfinite(total):
         return NotFinite(f"the reward of a response ({source}) is {total}")

@@ -178,6 +178,7 @@ class RewardPool:
         if len(plain) < len(kinds):
             concurrent = [index for index, kind in enumerate(kinds) if kind.is_async]
             requests = _requests(trajectories, kinds, concurrent, together=False)
+            # by a single child, so that the number of calls is bounded
             note(requests, self._children[0].score(requests, True))
         return [self._combined(row) for row in outcomes]
 
@@ -277,10 +278,8 @@ def try_rewards(
         return
     options = dict(reward.arguments)
     if JUDGE in options:
-        options[JUDGE] = {
-            **options[JUDGE],
-            "retries": min(options[JUDGE]["retries"], 1),
-        }  # the user is waiting for the start
+        # the user is waiting for the start
+        options[JUDGE] = {**options[JUDGE], "retries": min(options[JUDGE]["retries"], 1)}
     pool = RewardPool(reward.functions, options, workers=1, timeout_s=reward.timeout_s, concurrency=reward.concurrency)
     try:
         samples = 2 if pool.takes_groups else 1

@@ -120,7 +120,9 @@ class HFRollout(RolloutEngine):
     def _start_if_complete(self) -> None:
         if self._waiting and len(self._waiting) >= self._joined and not self._running:
             by_sampling: dict[Sampling, list[_Row]] = {}
-            for row in sorted(self._waiting, key=lambda row: row.request.trajectory_id):  # whichever came first
+            for row in sorted(
+                self._waiting, key=lambda row: row.request.trajectory_id
+            ):  # whatever the order of arrival
                 by_sampling.setdefault(row.sampling, []).append(row)
             self._waiting = []
             for rows in by_sampling.values():  # a batch shares its sampling; agents choose their own stop texts
@@ -313,7 +315,7 @@ def sample(
         return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
     log_probs = (logits / sampling.temperature).log_softmax(-1)
     probs = log_probs.double().exp()
-    with determinism.relaxed():  # of running sums on a GPU; their last bits hardly ever decide which token is drawn
+    with determinism.relaxed():  # the last bits of running sums hardly ever decide which token is drawn
         if sampling.truncates:
             probs = _truncated(probs, sampling)
         cumulative = probs.cumsum(-1)

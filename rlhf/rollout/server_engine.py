@@ -95,7 +95,7 @@ class VLLMApi:
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "logprobs": 0,  # of the sampled token
+            "logprobs": 0,  # only the sampled token's
             "return_token_ids": True,
             "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
             "stop_token_ids": [] if sampling.ignore_eos else list(eos),

@@ -92,7 +92,7 @@ class VLLMProcess:
         self._calling = threading.Lock()
         self._sending = threading.Lock()
         self._ending = threading.Lock()
-        self._waits = False  # for the answer of a call
+        self._waits = False  # a call waits for its answer
         self._has_ended = False
         self._last = time.monotonic()
         """Time at which the process last sent something, or got work after it had none."""
@@ -322,14 +322,14 @@ class VLLMRollout(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Replaces the weights in place and clears the prefix cache; see `RolloutEngine.load_weights`."""
         child = self._running()
-        self._wake("weights")  # the cache follows when it is needed: weights on their way take memory, too
+        self._wake("weights")  # the cache wakes when it is needed: the buckets of weights take memory, too
         if adapter_config is not None:
             return self._load_adapter(child, weights, adapter_config)
         child.call(VLLM.begin_update)
         if self.transfers_on_device:
             with closing(DeviceMemory()) as memory:
                 sent = send(weights, self.dtype, [memory], partial(_deliver_on_device, child))
-                child.call(VLLM.finish_update)  # lets go of the memory, which can then be freed
+                child.call(VLLM.finish_update)  # vLLM releases the bucket, which can then be freed
         else:
             with closing(SharedMemory()) as first, closing(SharedMemory()) as second:
                 sent = send(weights, self.dtype, [first, second], partial(_deliver, child))
@@ -388,7 +388,7 @@ class VLLMRollout(RolloutEngine):
             "min_p": sampling.min_p if sampling.truncates else 0.0,
             "max_tokens": limit_of(request, sampling),
             "seed": seed,
-            "logprobs": 0,  # of the sampled token
+            "logprobs": 0,  # only the sampled token's
             "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
             "stop_token_ids": [] if sampling.ignore_eos else list(self.eos),
             "stop": list(sampling.stop),

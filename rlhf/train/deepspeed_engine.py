@@ -64,7 +64,7 @@ class DeepSpeedEngine(ModelEngine):
 
         warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
         # DeepSpeed's CPU collectives would take a minute to compile, and a killed build leaves a lock on which the next
-        # build waits forever; gloo works as well.
+        # build waits forever; gloo works as well
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # without an optimizer there are only parameters to shard, which is stage 3
         stage = stage if self.trainable or stage == 3 else 0
@@ -90,7 +90,7 @@ class DeepSpeedEngine(ModelEngine):
         }
         if self._sources and stage == 3:
             self._partition(config, torch.bfloat16 if rounds else torch.float32)
-        elif self._sources:  # in the type of the computation at once; the optimizer's weights are read afterwards
+        elif self._sources:  # directly in the type of the computation; the optimizer's weights are read later
             materialize(self.module, self.device, torch.bfloat16 if rounds else torch.float32)
         self.parameters = self._parameters()
         optimizer = self.optimizer_type.build(self.parameters.values()) if self.trainable else None
@@ -128,7 +128,7 @@ class DeepSpeedEngine(ModelEngine):
         super().place(model=model, optimizer=optimizer)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        if self.optimizer is not None and self.stage > 0:  # its float32 weights
+        if self.optimizer is not None and self.stage > 0:  # the optimizer's float32 weights
             for group in self.optimizer.param_groups:
                 yield from group["params"]
         yield from super()._optimizer_tensors()

@@ -362,7 +362,7 @@ class MegatronEngine(ModelEngine):
             else:
                 positions = part.starts[:, None] + torch.arange(length)
                 whole[positions.to(self.device)] = values
-        # as bits, of which all but one rank's are 0: a sum of numbers would lose the sign of a zero
+        # summed as bits, which are 0 on all ranks but one: a sum of numbers would lose the sign of a zero
         ranks.summed(whole.view(torch.uint8))
         return whole.view(shape)
 
@@ -399,7 +399,7 @@ class MegatronEngine(ModelEngine):
         for part in self.stepper.chained_optimizers:
             for group in part.optimizer.param_groups:
                 if not isinstance(part.optimizer, torch.optim.Optimizer) or "step" in group:
-                    group["step"] = self.steps  # of the fused optimizers of TransformerEngine and Apex
+                    group["step"] = self.steps  # the fused optimizers of TransformerEngine and Apex keep it here
                 for main in group["params"]:
                     state = part.optimizer.state[main]
                     for kind in self.optimizer_type.state:
@@ -415,7 +415,8 @@ class MegatronEngine(ModelEngine):
                 part.optimizer.state.clear()
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        if self.trainable and self.dtype == "bfloat16":  # its float32 weights; in float32 they are the model's
+        # with float32 the optimizer's weights are the model's own
+        if self.trainable and self.dtype == "bfloat16":
             for parameter in self.decoder.parameters():
                 main, _ = self._main(parameter)
                 if main is not None:

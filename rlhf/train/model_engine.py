@@ -303,12 +303,12 @@ class ModelEngine(InferenceEngine, ABC):
                 {name: micro.padded(values) for name, values in outputs.items()}, part, normalizers
             )
             if router is not None and balance is not None:
-                # the auxiliary loss is a mean over tokens: weighting by tokens makes the sum that of the mini-batch
+                # weighted by the micro-batch's share of the tokens, because it is a mean over tokens
                 balance = balance * (int(micro.copies.sum()) / tokens)
                 loss, metrics = loss + router.coefficient * balance, {**metrics, f"actor/{ROUTER_LOSS}": balance}
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(
-                    # of the ranks that compute the same part, one reports it
+                    # only one of the ranks that compute the same part reports it
                     value.detach() if len(rows) and self.counts else 0
                 )
             # a repeated micro-batch keeps this rank in step, but contributes nothing
@@ -429,7 +429,7 @@ class ModelEngine(InferenceEngine, ABC):
             shared = by_prompt(prompt_of, prompts, read, budget, self.share.shares)
             padded = sum(len(rows) * sizes[rows].max() for rows in by_token_budget(sizes, budget))
             repeats = len(np.unique(prompt_of)) < len(batch)
-            if self.module.varlen:  # then packing needs no shared prompts
+            if self.module.varlen:  # packing needs no shared prompts there
                 is_shared = repeats and shared[1].sum() <= WORTH_SHARING * (sizes.sum() if self.packing else padded)
             else:
                 # on a GPU, whole sequences without padding would need a mask, and so a slower kernel

@@ -146,6 +146,7 @@ class StoredState:
         tensors: dict[str, StoredTensor] = {}
         for file in self._sizes:
             if file.startswith(which) and file.endswith(".safetensors"):
+                # a safetensors file has the header's length in 8 bytes, the header, and the tensors
                 first = 8 + int.from_bytes(self._read(file, 0, 8), "little")
                 header = json.loads(self._read(file, 8, first))
                 header.pop("__metadata__", None)

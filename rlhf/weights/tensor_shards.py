@@ -71,6 +71,7 @@ class TensorShard:
             begin = int(starts[0])
             for first in range(0, length, AT_ONCE if at_once == 1 else length):
                 last = min(first + AT_ONCE, length) if at_once == 1 else length
+                # several runs are read together with the gaps between them
                 read = stored.flat(begin + first, int(starts[-1]) + last)
                 if len(starts) > 1:
                     read = read[(starts - begin)[:, None] + torch.arange(last - first)]
