@@ -16,7 +16,7 @@ Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 def kl_divergence(
     log_probs: Float[Tensor, "batch response"], ref_log_probs: Float[Tensor, "batch response"], estimator: Estimator
 ) -> Float[Tensor, "batch response"]:
-    r"""Estimates :math:`KL(\pi \| \pi_{ref})` for each token, from tokens sampled from :math:`\pi`
+    r"""Estimate :math:`KL(\pi \| \pi_{ref})` for each token, from tokens sampled from :math:`\pi`
     (J. Schulman, "Approximating KL divergence", 2020), with :math:`\Delta = \log\pi - \log\pi_{ref}`.
 
     An estimator can be unbiased in two ways. As a *value*: its mean over tokens sampled from :math:`\pi` is the

@@ -120,9 +120,8 @@ class HFRollout(RolloutEngine):
     def _start_if_complete(self) -> None:
         if self._waiting and len(self._waiting) >= self._joined and not self._running:
             by_sampling: dict[Sampling, list[_Row]] = {}
-            for row in sorted(
-                self._waiting, key=lambda row: row.request.trajectory_id
-            ):  # whatever the order of arrival
+            # sorted: a batch must not depend on the order of arrival
+            for row in sorted(self._waiting, key=lambda row: row.request.trajectory_id):
                 by_sampling.setdefault(row.sampling, []).append(row)
             self._waiting = []
             for rows in by_sampling.values():  # a batch shares its sampling; agents choose their own stop texts
