@@ -2,8 +2,8 @@
 
 The last ``\\boxed{...}`` is read, or else the LaTeX that math-verify finds, or else the last number. It is parsed as
 LaTeX alone: math-verify's own way with plain expressions would evaluate them as Python. Input that could keep a
-computer algebra system busy forever (towers of powers, factorials, endless digits) is refused beforehand: 0.0, unless it is the
-text of the ground truth.
+computer algebra system busy forever (towers of powers, factorials, endless digits) is refused beforehand: 0.0, unless
+it is the text of the ground truth.
 """
 
 import re
