@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 class TrajectoryBatch:
     """Named, typed columns with one row per trajectory (the counterpart of verl's DataProto, with a schema).
 
-    Reading a column that the batch does not have raises `KeyError`, so a stage cannot read columns that it does not
-    declare.
+    Reading a column that the batch lacks raises KeyError, so a stage cannot read undeclared columns.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -28,10 +27,7 @@ class TrajectoryBatch:
 
     @classmethod
     def of(cls, columns: Mapping[str, Any]) -> TrajectoryBatch:
-        """Make a batch from Python lists, numpy arrays or Arrow arrays.
-
-        Columns that are not in the schema get their type from their values.
-        """
+        """Makes a batch from Python lists, numpy arrays or Arrow arrays, with the types of the schema."""
         arrays = [
             column if isinstance(column, pa.Array) else pa.array(column, type=TRAJECTORY.type_of(name))
             for name, column in columns.items()
@@ -39,7 +35,7 @@ class TrajectoryBatch:
         return cls(pa.table(dict(zip(columns, arrays, strict=True)))).cast({})
 
     def cast(self, types: Mapping[str, pa.DataType]) -> TrajectoryBatch:
-        """Cast the columns to the given types, or else to those of the schema."""
+        """Casts the columns to the given types, or else to those of the schema."""
         fields = [
             pa.field(field.name, types.get(field.name, TRAJECTORY.type_of(field.name) or field.type))
             for field in self.table.schema
@@ -52,7 +48,7 @@ class TrajectoryBatch:
 
     @classmethod
     def join(cls, batches: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
-        """Put columns side by side. All batches must hold the same trajectories in the same order."""
+        """Puts columns side by side. All batches must hold the same trajectories in the same order."""
         table = batches[0].table
         for batch in batches[1:]:
             assert batch.table["trajectory_id"].equals(table["trajectory_id"]), "the batches hold other trajectories"
@@ -86,16 +82,16 @@ class TrajectoryBatch:
         return np.asarray(self.array(name).to_numpy(zero_copy_only=False))
 
     def flat(self, name: str) -> np.ndarray:
-        """The values of a per-token column without padding, all trajectories one after the other; shape (tokens,)."""
+        """Returns the values of a per-token column without padding, trajectory after trajectory; shape (tokens,)."""
         return np.asarray(self.array(name).flatten().to_numpy(zero_copy_only=False))
 
     def lengths(self, name: str) -> np.ndarray:
-        """Length of each trajectory in a per-token column, in tokens; shape (batch,)."""
+        """Returns the length of each trajectory in a per-token column, in tokens; shape (batch,)."""
         offsets = self.array(name).offsets.to_numpy()
         return np.diff(offsets)
 
     def only(self, trajectory_ids: pa.Array) -> TrajectoryBatch:
-        """The trajectories with the given ids, in the order of this batch."""
+        """Returns the trajectories with the given ids, in the order of this batch."""
         return TrajectoryBatch(self.table.filter(pc.is_in(self.array("trajectory_id"), trajectory_ids)))
 
     def with_column(self, name: str, column: pa.Array) -> TrajectoryBatch:
@@ -105,15 +101,8 @@ class TrajectoryBatch:
         return TrajectoryBatch(self.table.take(pa.array(np.fromiter(rows, dtype=np.int64))))
 
     def padded(self, name: str, width: int | None = None) -> Num[Tensor, "batch time"]:
-        """A per-token column as one tensor, padded with zeros on the right.
-
-        Args:
-            name: the column.
-            width: number of columns of the tensor; None: length of the longest trajectory.
-
-        Returns:
-            A tensor of shape (batch, width); integers stay integers.
-        """
+        """Returns a per-token column as a tensor, padded with zeros on the right to `width` or the longest
+        trajectory."""
         import torch
 
         lengths = self.lengths(name)
@@ -124,23 +113,13 @@ class TrajectoryBatch:
 
 
 def ragged(values: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """Make a per-token column from flat values: the inverse of `TrajectoryBatch.flat`.
-
-    Args:
-        values: the values, shape (tokens,).
-        lengths: length of each trajectory in tokens, shape (batch,).
-    """
+    """Makes a per-token column from flat values, given the lengths: the inverse of `TrajectoryBatch.flat`."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     kind = pa.int8() if values.dtype == np.int8 else pa.int32() if values.dtype.kind == "i" else pa.float32()
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, type=kind))
 
 
 def unpadded(padded: Float[Tensor, "batch time"], lengths: np.ndarray) -> pa.Array:
-    """Make a per-token float32 column from a padded tensor.
-
-    Args:
-        padded: the tensor, shape (batch, width).
-        lengths: length of each trajectory in tokens, shape (batch,).
-    """
+    """Makes a per-token float32 column from a padded tensor, given the lengths."""
     array = padded.detach().float().cpu().numpy()
     return ragged(array[np.arange(array.shape[1])[None, :] < lengths[:, None]], lengths)

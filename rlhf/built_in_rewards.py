@@ -1,7 +1,7 @@
 """The names of the built-in rewards, and facts about them that configs, rewards and validations share.
 
-The module is outside of `rlhf/config`, because the processes that compute rewards start without pydantic, and outside
-of `rlhf/rewards`, because reading a config imports no reward.
+This module is outside of `rlhf/config`, because reward processes start without pydantic, and outside of `rlhf/rewards`,
+because reading a config imports no reward.
 """
 
 from __future__ import annotations
@@ -16,14 +16,9 @@ BUILT_IN = ("auto", "code", "constant", "countdown", "format", "gsm8k", JUDGE, "
 
 
 def solved_score(chosen: float | None, function: str | Mapping[str, float] | None, *, alone: bool) -> float | None:
-    """The smallest score of a solved answer.
+    """Returns the minimum score of a solved answer; None if the scores do not tell right from wrong.
 
     Args:
-        chosen: `validation.solved_score`.
-        function: `reward.function`.
-        alone: whether the score comes from the function only, without a reward model or an environment.
-
-    Returns:
-        The threshold, or None if the scores do not tell right from wrong.
+        alone: the score comes from the function only, without a reward model or an environment.
     """
     return 1.0 if chosen is None and alone and function in COMPARING else chosen

@@ -1,7 +1,7 @@
 """Ends a child process with its own children, and waits until their memory is free.
 
-A killed process gives its memory back while it ends, which takes seconds with many gigabytes or a GPU, and longer if
-a driver holds it up. A process that is waited for says nothing about its children.
+A killed process releases its memory while it ends, which takes seconds with many gigabytes or a GPU, and longer if a
+driver holds it up. Waiting for a process says nothing about its children.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from contextlib import suppress
 import psutil
 
 END_S = 60.0
-"""Time limit for killed processes to end, in seconds: one in an uninterruptible system call ends when that returns."""
+"""Seconds in which killed processes must end: one in an uninterruptible system call ends only when that returns."""
 
 
 def end(leader: subprocess.Popen[bytes], also: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
-    """Kill a process and the members of its process group, and wait until they have ended.
+    """Kills a process and the members of its process group, and waits until they have ended.
 
     Args:
         leader: the process; it leads its process group, or is about to. It may have ended.
-        also: further processes to kill.
 
     Returns:
-        The processes that have not ended within `END_S`, which also raises a warning.
+        The processes that did not end within `END_S`, which also raises a warning.
     """
     with suppress(ProcessLookupError):  # it ended before it had a group, or the whole group has ended
         os.killpg(leader.pid, signal.SIGKILL)
@@ -49,19 +48,19 @@ def end(leader: subprocess.Popen[bytes], also: Iterable[psutil.Process] = ()) ->
 
 
 def remaining(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return those that have not ended, and so may hold memory."""
+    """Returns the processes that have not ended, and so may hold memory."""
     return [process for process in processes if not _has_ended(process)]
 
 
 def described(processes: Iterable[psutil.Process]) -> str:
-    """Name processes for people, with what they are waiting for."""
+    """Names processes for people, with their states."""
     return ", ".join(_described(process) for process in processes)
 
 
 def _of_group(group: int) -> Iterator[psutil.Process]:
     try:
         os.killpg(group, 0)
-    except ProcessLookupError:  # nobody is left, as after most programs: a look at every process takes milliseconds
+    except ProcessLookupError:  # nobody is left, the usual case: looking at every process would take milliseconds
         return
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
@@ -70,7 +69,7 @@ def _of_group(group: int) -> Iterator[psutil.Process]:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """A process that nobody has waited for is a zombie, without memory once its last thread has ended."""
+    """Returns True if a process has ended: a zombie has no memory once its last thread has ended."""
     try:
         return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1)
     except psutil.NoSuchProcess:

@@ -1,8 +1,8 @@
 """Consent to code that stored configs name. It belongs to the machine and the user that run the code, not to the store.
 
-A config names code of its user: rewards, environments, tools, agents, and the code that models bring. Whoever gives a
-config on this machine wants its code to run. A config that was read from a store may be anybody's: its code runs if it
-has run here before, or if the user says so. Consent is remembered by digest, so that code that changes needs it again.
+A config names its user's code: rewards, environments, tools, agents, and the code of models. A user who gives a config
+on this machine wants its code to run. A config that was read from a store may be anybody's: its code runs only if it
+has run here before, or if the user says so. Consent is remembered by digest, so changed code needs it again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Code:
     key: str
     """Key of the config that names it."""
     name: str
-    """What the key holds."""
+    """Value of the key."""
     files: tuple[Path, ...]
     digest: str
     """sha256 of the files, and of the options that the code is called with."""
@@ -54,7 +54,7 @@ class Code:
 
 @contextmanager
 def trusting() -> Iterator[None]:
-    """Consent to all code that `require` meets inside."""
+    """Consents to all code that `require` meets inside."""
     token = _trusting.set(True)
     try:
         yield
@@ -63,17 +63,16 @@ def trusting() -> Iterator[None]:
 
 
 def give(config: RunConfig) -> None:
-    """Remember that the code of a config may run here: the user of this machine has given the config."""
+    """Remembers that the code of a config may run here: the user of this machine has given the config."""
     _remember(_code_of(config))
 
 
 def require(stored: RunConfig, config: RunConfig | None = None, *, models_only: bool = False) -> None:
-    """Check that the code of a stored config may run here; on a terminal, ask. Consent is remembered.
+    """Checks that the code of a stored config may run here; on a terminal, asks. Consent is remembered.
 
     Args:
         stored: a config that was read from a store.
-        config: what is about to run: `stored` with changes that the user has given, with their code. None: `stored`.
-        models_only: whether only the code of models is about to run.
+        config: the config to run: `stored` with the user's own changes and their code. None: `stored`.
 
     Raises:
         UserError: there is no consent; a line for each piece of code.
@@ -99,20 +98,20 @@ def require(stored: RunConfig, config: RunConfig | None = None, *, models_only: 
 
 
 def _folder() -> Path:
-    """The folder in which an empty file for each digest stands for consent. Never one of the current folder."""
+    """Returns the folder in which an empty file for each digest records consent. Never one of the current folder."""
     places = (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state"), os.devnull)  # noqa: PTH111
     return next(Path(place) for place in places if os.path.isabs(place)) / "ratchet" / "trusted"  # noqa: PTH117
 
 
 def _remember(codes: Iterable[Code]) -> None:
     for code in codes:
-        with suppress(OSError):  # without a home it will be asked again
+        with suppress(OSError):  # without a home directory, the user will be asked again
             _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(_folder() / code.digest, os.O_CREAT | os.O_WRONLY, 0o600))
 
 
 def _asked(code: Code) -> bool:
-    """Whether the user of a terminal consents; False without a terminal."""
+    """Asks the user of a terminal for consent; returns False without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     sys.stderr.write(f"The run's config names code that has not run on this machine:\n  {code}\nRun it? [y/N] ")
@@ -121,7 +120,7 @@ def _asked(code: Code) -> bool:
 
 
 def _code_of(config: RunConfig) -> list[Code]:
-    """All code that a config names, except for the built-ins."""
+    """Returns all code that a config names, except for the built-ins."""
     reward, environment, agent = config.reward, config.rollout.environment, config.rollout.agent
     found = [_by_name("reward.function", name, reward.options.get(name, {})) for name in reward.functions]
     if reward.options.get("code", {}).get("sandbox") == "limits":
@@ -147,22 +146,22 @@ def _code_of(config: RunConfig) -> list[Code]:
 
 
 def _models_with_code(config: RunConfig) -> dict[str, ModelConfig]:
-    """The models that may bring code, whatever path they have, by the key that says so."""
+    """Returns the models that may bring code, whatever path they have, by the key that allows it."""
     return {f"{key}.{REMOTE_CODE}": model for key, model in config.named_models.items() if model.trust_remote_code}
 
 
 def _of_package(name: str, options: Mapping[str, object]) -> str:
-    """What an agent runs: the built-ins for packages import the module of the environment that they run."""
+    """Returns the code that an agent runs: the built-ins for packages import the module of their environment."""
     environment = str(options.get("environment", ""))
     if name == "verifiers":
         return f"{environment.replace('-', '_').split('/')[-1]}:load_environment"
     if name == "gymnasium":
-        return environment  # perhaps as module:ID; other environments are installed
+        return environment  # possibly as module:ID; other environments are installed
     return name
 
 
 def _of_command(command: str) -> Code:
-    """A command that starts an MCP server, with the files among its words: a script is code, too."""
+    """Returns a command that starts an MCP server, with the files among its words: a script is code, too."""
     try:
         words = shlex.split(command)
     except ValueError:  # it cannot start
@@ -172,15 +171,9 @@ def _of_command(command: str) -> Code:
 
 
 def _by_name(key: str, name: str, options: Mapping[str, object], *, is_file: bool = True) -> Code | None:
-    """The code that `load_named` would run; None if there is none, or if it is a built-in.
-
-    Args:
-        key: key of the config.
-        name: what it holds.
-        options: what the code is called with.
-        is_file: whether a name that ends with ``.py`` is a file; packages that load environments import it.
-    """
+    """Returns the code that `load_named` would run; None if there is none, or if it is a built-in."""
     module, colon, _ = name.rpartition(":")
+    # packages that load environments import even a name that ends with .py
     is_file = is_file and (module if colon else name).endswith(".py")
     if not colon and not is_file:
         return None
@@ -190,7 +183,7 @@ def _by_name(key: str, name: str, options: Mapping[str, object], *, is_file: boo
 
 
 def _files_of(module: str, *, is_file: bool) -> tuple[Path, ...] | None:
-    """The files that run when a module is imported, itself last; None if there is no such module. Imports nothing."""
+    """Returns the files that run when a module is imported, its own last; None without a module. Imports nothing."""
     if is_file:
         return (Path(module).resolve(),) if Path(module).is_file() else None
     top, *inner = module.split(".")
@@ -211,10 +204,10 @@ def _files_of(module: str, *, is_file: bool) -> tuple[Path, ...] | None:
 
 
 def _of_model(key: str, model: ModelConfig) -> Code | None:
-    """The code of a model; None if it brings none."""
+    """Returns the code of a model; None if it brings none."""
     try:
         folder = model_folder(model, key.removesuffix(f".{REMOTE_CODE}"))
-    except UserError:  # so that nothing can be loaded
+    except UserError:  # then nothing can be loaded
         return None
     files, names = tuple(code_files(folder)), code_names(folder)
     return Code(key, model.path, files, _digest(names, files)) if files or names else None

@@ -26,7 +26,7 @@ class EngineLost(RatchetError):
 
 
 def raised(error: BaseException) -> str:
-    """An exception of user code and its location there, such as ``KeyError: 'a' at mine.py:12 in step``."""
+    """Describes an exception of user code and its location there, such as ``KeyError: 'a' at mine.py:12 in step``."""
     ours_or_installed = (Path(__file__).parents[1], sys.prefix, sys.base_prefix)
     frames = [
         frame
@@ -38,17 +38,17 @@ def raised(error: BaseException) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, such as ``1 iteration`` or ``2 iterations``."""
+    """Returns a number with its noun, such as ``1 iteration`` or ``2 iterations``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def reached(done: int, total: int) -> str:
-    """How far a run is, such as ``2 of 3 iterations``; a run may have more than its config asks for."""
+    """Describes the progress of a run, such as ``2 of 3 iterations``; a run may have more than its config asks for."""
     if done <= total:
         return f"{done} of {counted(total, 'iteration')}"
     return f"{counted(done, 'iteration')}, more than train.iterations {total}"
 
 
 def in_one_line(text: BaseException | str) -> str:
-    """The message of an error, or a text, without line breaks and tabs."""
+    """Returns the message of an error, or a text, without line breaks and tabs."""
     return " ".join(str(text).split())

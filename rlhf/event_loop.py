@@ -1,4 +1,4 @@
-"""Event loops in daemon threads, started when first needed; trajectories are generated on one of them."""
+"""Event loops in daemon threads, started on first use; trajectories are generated on one of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def loop(name: str = "generation") -> asyncio.AbstractEventLoop:
-    """Return this process's event loop of a name, which runs in its own thread."""
+    """Returns this process's event loop of a name, which runs in its own thread."""
     return _loop_of(name, os.getpid())  # a forked process starts its own
 
 
@@ -25,17 +25,7 @@ def _loop_of(name: str, process: int) -> asyncio.AbstractEventLoop:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the event loop, and wait for its result. Not to be called on the event loop itself.
-
-    Args:
-        coroutine: the coroutine.
-
-    Returns:
-        Its result.
-
-    Raises:
-        Exception: the coroutine's error.
-    """
+    """Runs a coroutine on the event loop and waits for its result. Must not be called on the event loop itself."""
     future = asyncio.run_coroutine_threadsafe(coroutine, loop())
     try:
         return future.result()
@@ -45,14 +35,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently. If one fails, the others are cancelled, and the first error is raised.
-
-    Args:
-        coroutines: the coroutines.
-
-    Returns:
-        Their results, in order.
-    """
+    """Runs coroutines concurrently. If one fails, the others are cancelled, and the first error is raised."""
     tasks: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:

@@ -27,7 +27,7 @@ Statistic = Literal[
     "seq_max_k2",
     "seq_max_k3",
 ]
-"""What a rejection of `algorithm.rollout_correction` may bound."""
+"""Statistics that a rejection of `algorithm.rollout_correction` may bound."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Metric:
     meaning: str
     unit: str = ""
     only: str = ""
-    """What the metric needs beyond its stage; empty: nothing."""
+    """The metric's requirement beyond its stage; empty: none."""
 
 
 TIMERS = {
@@ -52,7 +52,7 @@ TIMERS = {
     "teacher_log_probs": "teacher",
     "advantages": "adv",
 }
-"""verl's names of the stages in `timing_s/`. Stages that verl does not have, or names alike, keep their names."""
+"""verl's names of the stages in `timing_s/`. Stages that verl lacks, or names alike, keep their names."""
 
 STAGES = (
     *("validate", "generate", "reward_model", "score", "select", "greedy_baseline", "old_log_probs"),
@@ -70,7 +70,7 @@ STAGES = (
 
 
 def timer(stage: str) -> str:
-    """The metric with a stage's compute time."""
+    """Returns the metric with a stage's compute time."""
     return f"timing_s/{TIMERS.get(stage, stage)}"
 
 
@@ -275,22 +275,13 @@ METRICS = (
 """All metrics but those of validation, whose names contain the data source."""
 
 VALIDATION = ("val-core/", "val/")
-"""How names of metrics of a validation begin."""
+"""Prefixes of validation metrics."""
 
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
 def validation_metrics(source: str, statistics: Mapping[str, float], n: int) -> dict[str, float]:
-    """Name the statistics of a data source's validation as in verl: `acc` is the share of solved answers.
-
-    Args:
-        source: the data source.
-        statistics: the values of `ratchet.rlhf.validation`: `mean_score`, `pass@1`, `maj@n` and `best@n`.
-        n: answers per prompt.
-
-    Returns:
-        The values by metric.
-    """
+    """Names the statistics of a data source's validation as in verl: `acc` is the share of solved answers."""
     verls = {"mean_score": f"reward/mean@{n}", "pass@1": f"acc/mean@{n}"}
     return {
         f"val-core/{source}/{verls.get(statistic, f'reward/{statistic}')}": value
@@ -301,14 +292,9 @@ def validation_metrics(source: str, statistics: Mapping[str, float], n: int) -> 
 def validation_scores(
     validations: Mapping[int, Mapping[str, float]], metric: str | None
 ) -> dict[int, tuple[str, float]]:
-    """Find the values that say how good the weights were.
+    """Finds the values that say how good the weights were: the metric's name and its value, by iteration.
 
-    Args:
-        validations: metrics of validations by iteration; others may be among them.
-        metric: `validation.metric`; None: the mean score of the first data source.
-
-    Returns:
-        The metric's name and its value by iteration, without iterations that do not have it.
+    `metric` None: the mean score of the first data source. Iterations without it are left out.
     """
     scores: dict[int, tuple[str, float]] = {}
     for iteration, metrics in validations.items():
@@ -320,9 +306,5 @@ def validation_scores(
 
 
 def names(validation: Iterable[str] = ()) -> tuple[str, ...]:
-    """All metrics that an iteration may have, in the order of the columns.
-
-    Args:
-        validation: names of the metrics of its validation.
-    """
+    """Returns all metrics that an iteration may have, in the order of the columns."""
     return (*validation, *BY_NAME)

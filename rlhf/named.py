@@ -1,4 +1,4 @@
-"""Load functions and classes that a config names: a built-in, ``package.module:name`` or ``folder/file.py:name``."""
+"""Loads functions and classes that a config names: a built-in, ``package.module:name`` or ``folder/file.py:name``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from ratchet.rlhf.errors import UserError
 
 
 def load_named(name: str, key: str, package: str, attributes: Sequence[str], built_in: Sequence[str]) -> Any:
-    """Load a function or a class by its name in the config.
+    """Loads a function or a class by its name in the config.
 
     Args:
         name: a built-in, ``package.module:name`` or ``folder/file.py:name``.
-        key: config key that holds the name, for errors.
         package: package whose modules are the built-ins.
-        attributes: names that the function or class of a built-in or of a file may have; the first that exists counts.
-        built_in: names of the built-ins, for errors.
+        attributes: possible names of the function or class in a built-in or a file; the first that exists counts.
 
     Raises:
         UserError: the module cannot be imported, or has no such function or class.
@@ -50,15 +48,9 @@ def load_named(name: str, key: str, package: str, attributes: Sequence[str], bui
 
 
 def source_of(target: Any, key: str, name: str) -> str:
-    """The source of the module that defines a function or class; its digest shows when the code changes.
+    """Returns the source of the module that defines a function or class; its digest shows when the code changes.
 
-    Args:
-        target: the function or class.
-        key: config key that holds its name, for errors.
-        name: its name in the config, for errors.
-
-    Raises:
-        UserError: there is no Python source.
+    Raises UserError if there is no Python source.
     """
     try:
         return Path(inspect.getsourcefile(target) or "").read_text()
@@ -69,7 +61,7 @@ def source_of(target: Any, key: str, name: str) -> str:
 
 
 class _FromSource(SourceFileLoader):
-    """Compiles the file that the user has read: its compiled copy beside it may be anybody's."""
+    """Compiles the file that the user has read: anybody may have written the compiled copy beside it."""
 
     def get_code(self, fullname: str) -> CodeType:
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)

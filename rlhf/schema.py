@@ -15,12 +15,12 @@ MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 
 
 def branch_id(trajectory_id: str, number: int) -> str:
-    """The id of a row: that of its trajectory, with the number of the branch if it is a further one of an agent's."""
+    """Returns the id of a row: its trajectory's, with the number of the branch for an agent's further conversations."""
     return f"{trajectory_id}-b{number:02d}" if number else trajectory_id
 
 
 def trajectory_of(row_id: str) -> str:
-    """The trajectory that a row is of; see `branch_id`."""
+    """Returns the trajectory of a row; see `branch_id`."""
     return row_id.partition("-b")[0]
 
 
@@ -54,15 +54,15 @@ class TrajectorySchema:
         return name in self._by_name
 
     def type_of(self, name: str) -> pa.DataType | None:
-        """The type of a column, or None if it is not in the schema."""
+        """Returns the type of a column, or None if it is not in the schema."""
         return self[name].type if name in self else None
 
     def of(self, stage: str) -> tuple[Column, ...]:
-        """The columns that a stage writes, without `trajectory_id`."""
+        """Returns the columns that a stage writes, without `trajectory_id`."""
         return tuple(column for column in self.columns if column.stage == stage)
 
     def names(self, stage: str) -> tuple[str, ...]:
-        """The names of the columns that a stage writes, without `trajectory_id`."""
+        """Returns the names of the columns that a stage writes, without `trajectory_id`."""
         return tuple(column.name for column in self.of(stage))
 
     @cached_property

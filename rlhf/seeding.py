@@ -1,7 +1,7 @@
 """All randomness of a run, as pure functions of the seed and the place of use.
 
-There is no generator state to save: each draw is keyed by the run's seed and a path such as
-``("generate", "it000007-p00012-s03")``, so it does not depend on earlier draws, on batching or on resuming.
+There is no generator state to save: each draw is keyed by the run's seed and a path such as ``("generate",
+"it000007-p00012-s03")``, so it does not depend on earlier draws, on batching or on resuming.
 """
 
 import hashlib
@@ -10,31 +10,23 @@ import numpy as np
 
 
 def generator(seed: int, *path: str | int) -> np.random.Generator:
-    """A counter-based generator (Philox) for one place of use.
-
-    Args:
-        seed: seed of the run.
-        path: the place of use.
-    """
+    """Returns a counter-based generator (Philox) for one place of use, `path`."""
+    # a separator that no part contains
     text = "\x1f".join(str(part) for part in (seed, *path))
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
 
 LARGE = 2**20
-"""Rows from which on an epoch's permutation is computed row by row, and not held."""
+"""Rows from which an epoch's permutation is computed row by row, not held in memory."""
 ROUNDS = 6
 
 
 def epochs(seed: int, name: str, size: int, first: int, count: int) -> list[int]:
-    """Draw rows `first` to `first + count` of an endless sequence of epochs, each a different permutation of all rows.
+    """Draws rows `first` to `first + count` of an endless sequence of epochs, each a different permutation of all rows.
 
     Args:
-        seed: seed of the run.
         name: purpose of the draw; different names give different orders.
-        size: number of rows in an epoch.
-        first: number of rows of the sequence to skip.
-        count: number of rows to draw.
     """
     rows: list[int] = []
     while len(rows) < count:
@@ -48,14 +40,8 @@ def epochs(seed: int, name: str, size: int, first: int, count: int) -> list[int]
 
 
 def permuted(key: str, size: int, place: int) -> int:
-    """An element of a permutation of ``range(size)``, without the others: a Feistel network that is applied again until
-    the result is in the range.
-
-    Args:
-        key: chooses the permutation.
-        size: number of elements.
-        place: place in the permutation.
-    """
+    """Returns the element at a place of a permutation of ``range(size)``, chosen by `key`, without the others."""
+    # a Feistel network is a permutation; applied until the result is in the range, it permutes the range
     half = -(-(size - 1).bit_length() // 2)
     mask, secret = (1 << half) - 1, hashlib.blake2b(key.encode(), digest_size=32).digest()
     while True:

@@ -7,7 +7,7 @@ A stage declares a model whose fields name keys and sections of the config:
         trainer: UpdateConfig = section("critic")
 
 The stage can read no other part of the config. The values are committed with the stage's output. If a key that is not
-operational has another value later, the committed output is out of date.
+operational changes later, the committed output is out of date.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from ratchet.rlhf.config.section import Section
 
 
 def key(path: str, *, operational: bool = False) -> Any:
-    """A field that holds the value at a dotted key of the run's config; None where the key's section is null.
+    """Returns a field that holds the value at a dotted key of the run's config; None if the key's section is null.
 
     Args:
-        path: the key, such as ``rollout.temperature``.
-        operational: whether the key may change without changing the result: speed, memory, paths of files.
+        operational: the key may change without changing the result: speed, memory, paths of files.
     """
     return Field(json_schema_extra={"key": path, "operational": operational})
 
 
 def section(path: str) -> Any:
-    """A field that holds a section of the run's config, or the keys of it that a base class declares.
+    """Returns a field that holds a section of the run's config, or the keys of it that a base class declares.
 
-    The field's type is the section's class or its base class; None where the section is null. The class says which keys
-    are operational.
+    The field's type is the section's class or its base class; None if the section is null. The class declares which
+    keys are operational.
     """
     return Field(json_schema_extra={"section": path})
 
@@ -51,7 +50,7 @@ class StageConfig(BaseModel):
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """The stage's part of a run's config."""
+        """Extracts the stage's part of a run's config."""
         fields: dict[str, object] = {}
         for name, field in cls.model_fields.items():
             part = _part(field)
@@ -60,7 +59,7 @@ class StageConfig(BaseModel):
 
     @classmethod
     def keys(cls, *, operational: bool | None = None) -> Iterator[str]:
-        """The dotted keys: all, only the operational ones (True), or only the others (False)."""
+        """Yields the dotted keys: all, only the operational ones (True), or only the others (False)."""
         for field in cls.model_fields.values():
             if (part := _part(field)) is not None:
                 yield from part.keys(operational)
@@ -69,21 +68,17 @@ class StageConfig(BaseModel):
 
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, JsonValue]:
-        """The JSON values by dotted key; if a section is null, the section's key with null."""
+        """Returns the JSON values by dotted key; for a null section, the section's key with null."""
         paths = [_key_or_null_section(config, path) for path in cls.keys()]  # noqa: SIM118  (not a dictionary)
         return {path: _json(_value(config, path)) for path in paths}
 
     @classmethod
     def differences(cls, then: Mapping[str, JsonValue], config: RunConfig) -> list[str]:
-        """The changes since `then`, except in operational keys.
+        """Describes the changes since `then`, except in operational keys, such as ``actor.lr: 1e-05 -> 2e-05``.
 
         Args:
-            then: the result of `values` when the stage was committed. A key that is missing in it did not exist then:
-                it counts as unchanged while it has its default.
-            config: the current config.
-
-        Returns:
-            Lines such as ``actor.lr: 1e-05 -> 2e-05``.
+            then: the result of `values` when the stage was committed. A missing key did not exist then: it counts as
+                unchanged while it has its default.
         """
         tree: dict[str, Any] = {}
         for path, value in then.items():
@@ -98,7 +93,7 @@ class StageConfig(BaseModel):
 
     @classmethod
     def _section_changes(cls, tree: Mapping[str, Any], config: RunConfig) -> list[str]:
-        """Lines for sections that were null and are not any more, or the reverse."""
+        """Describes sections that were null and are not any more, or the reverse."""
         lines: list[str] = []
         for part in filter(None, map(_part, cls.model_fields.values())):
             path = part.path
@@ -120,10 +115,10 @@ class _Part:
         held = _value(config, self.path)
         if held is None or type(held) is self.declares:
             return held
+        # the values are valid already
         return self.declares.model_construct(**{name: getattr(held, name) for name in self.declares.model_fields})
 
     def keys(self, operational: bool | None) -> Iterator[str]:
-        """The dotted keys; see `StageConfig.keys`."""
         for name in self.declares.model_fields:
             if operational in (None, name in self.declares.operational):
                 yield f"{self.path}.{name}"
@@ -143,12 +138,12 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
 
 
 def _json(value: Any) -> Any:
-    """The JSON value that is stored; a missing default stays missing."""
+    """Returns the stored JSON value; a missing default stays missing."""
     return value if value is PydanticUndefined else to_jsonable_python(value)
 
 
 def _value(config: RunConfig, path: str) -> Any:
-    """The value at a dotted key; None if a section on the path is null."""
+    """Returns the value at a dotted key; None if a section on the path is null."""
     value: Any = config
     for part in path.split("."):
         value = None if value is None else getattr(value, part)
@@ -156,14 +151,14 @@ def _value(config: RunConfig, path: str) -> Any:
 
 
 def _key_or_null_section(config: RunConfig, path: str) -> str:
-    """The key, or its outermost section that is null."""
+    """Returns the key, or its outermost section that is null."""
     parts = path.split(".")
     sections = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return next((section for section in sections if _value(config, section) is None), path)
 
 
 def _section_class(path: str) -> type[BaseModel]:
-    """The class of a section of the config, null or not."""
+    """Returns the class of a section of the config, null or not."""
     model: type[BaseModel] = RunConfig
     for part in filter(None, path.split(".")):
         annotation = model.model_fields[part].annotation
@@ -182,7 +177,7 @@ def _lookup(tree: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
-    """Lines for the differences at a key or below it: values that are models are compared field by field."""
+    """Describes the differences at a key or below it: values that are models are compared field by field."""
     after = _json(now)
     if PydanticUndefined in (before, after) or before == after:
         return []
@@ -200,7 +195,7 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
 
 
 def _short(value: JsonValue, other: JsonValue) -> str:
-    """A short text for a value: an algorithm as its type, None as null, a section that was null before as set."""
+    """Returns a short text: an algorithm as its type, None as null, a section that was null before as set."""
     if isinstance(value, dict) and ("type" in value or other is None):
         return str(value.get("type", "set"))
     return "null" if value is None else str(value)

@@ -17,33 +17,18 @@ from ratchet.rlhf.rewards.countdown import Malformed, last_answer
 from ratchet.rlhf.rewards.math import boxed
 
 Sums = dict[str, dict[str, tuple[float, int]]]
-"""By data source and metric: a sum, and the number of its terms."""
+"""A sum and the number of its terms, by data source and metric."""
 
 
 def reported(sources: Iterable[str], n: int) -> list[str]:
-    """The metrics of data sources that a validation may report.
-
-    Args:
-        sources: the data sources.
-        n: answers per prompt.
-
-    Returns:
-        Their names; pass@1, which needs a threshold, among them.
-    """
+    """Returns the metrics that a validation of data sources may report, including pass@1, which needs a threshold."""
     several = {f"maj@{n}": 0.0, f"best@{n}": 0.0} if n > 1 else {}
     statistics = {"mean_score": 0.0, "pass@1": 0.0} | several
     return [name for source in dict.fromkeys(sources) for name in validation_metrics(source, statistics, n)]
 
 
 def final_answer(response: str) -> str:
-    """The answer of a response: its last ``<answer>``, ``\\boxed{}`` or text after ``####``; else its last line.
-
-    Args:
-        response: text of the response.
-
-    Returns:
-        The last line of the answer, without white space.
-    """
+    """Extracts the last line of a response's ``<answer>``, ``\\boxed{}`` or text after ``####``; else its last line."""
     try:
         text = last_answer(response)
     except Malformed:
@@ -61,15 +46,11 @@ def sums(
     n: int,
     solved: float | None = None,
 ) -> Sums:
-    """Sum the metrics over some answers. The first four arguments have one entry per answer.
+    """Sums the metrics over some answers. The first four arguments have one entry per answer.
 
     Args:
-        sources: data sources.
-        prompts: ids of the prompts.
-        responses: texts of the answers.
-        scores: scores of the answers.
         n: answers per prompt. Prompts with fewer, because some could not be scored, have no maj@n and best@n.
-        solved: smallest score of a solved answer; None: no pass@1.
+        solved: minimum score of a solved answer; None: no pass@1.
     """
     answers: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
     for source, prompt, response, score in zip(sources, prompts, responses, scores, strict=True):
@@ -88,13 +69,13 @@ def sums(
 
 
 def add(metrics: dict[str, tuple[float, int]], name: str, total: float, count: int) -> None:
-    """Add a sum of `count` terms to a metric, in place."""
+    """Adds a sum of `count` terms to a metric, in place."""
     before, counted = metrics.get(name, (0.0, 0))
     metrics[name] = (before + total, counted + count)
 
 
 def means(parts: Iterable[Sums]) -> dict[str, dict[str, float]]:
-    """The metrics over all prompts, from sums over disjoint sets of prompts; by data source and metric."""
+    """Returns the metrics over all prompts, from sums over disjoint sets of prompts; by data source and metric."""
     whole: Sums = defaultdict(dict)
     for part in parts:
         for source, metrics in part.items():

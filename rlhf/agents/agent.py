@@ -1,4 +1,4 @@
-"""Finds the programs that are agents by name, checks them, and computes their digests."""
+"""Loads agents' programs by name, checks them, and computes their digests."""
 
 from __future__ import annotations
 
@@ -15,37 +15,30 @@ KEY = "rollout.agent"
 BUILT_IN = ("verifiers", "gymnasium")
 """Programs that run environments of other packages."""
 ARGUMENTS = ("task", "base_url", "api_key", "model")
-"""What a program is called with, by name, in addition to `rollout.agent.options`."""
+"""Keyword arguments of a program, in addition to `rollout.agent.options`."""
 Program = Callable[..., Any]
-"""A program, which may be async. It returns a reward, named parts with `reward` among them, or None."""
+"""A program, possibly async. Returns a reward, named parts with `reward` among them, or None."""
 
 
 class AgentFailed(EnvironmentFailed):
-    """The program raised an exception, hung, or asked for something that the endpoint does not do."""
+    """The program raised an exception, hung, or made a call that the endpoint does not support."""
 
 
 def load_agent(name: str) -> Program:
-    """Load a program.
+    """Loads a program.
 
     Args:
         name: ``package.module:function``, ``folder/file.py:function`` or a built-in.
-
-    Raises:
-        UserError: there is no such function, or its module cannot be imported.
     """
     program: Program = load_named(name, KEY, "ratchet.rlhf.agents", ("run",), BUILT_IN)
     return program
 
 
 def check_agent(name: str, options: Mapping[str, Any]) -> None:
-    """Check a program before any response is generated.
-
-    Args:
-        name: `rollout.agent.name`.
-        options: `rollout.agent.options`.
+    """Checks a program before any response is generated.
 
     Raises:
-        UserError: it cannot be loaded, nor what it depends on, or does not take the arguments that it is called with.
+        UserError: it or its dependencies cannot be loaded, or it does not take the arguments of its calls.
     """
     program = load_agent(name)
     source_of(program, KEY, name)
@@ -62,8 +55,10 @@ def check_agent(name: str, options: Mapping[str, Any]) -> None:
 
 
 def agent_digest(name: str, options: Mapping[str, Any]) -> str:
-    """sha256 of the source of the program's module, and of what its function `identity` says of the options: changed
-    code is a different agent."""
+    """Returns the sha256 of the source of the program's module, and of what its `identity` returns for the options.
+
+    Changed code is a different agent.
+    """
     program = load_agent(name)
     source, identity = source_of(program, KEY, name), getattr(inspect.getmodule(program), "identity", None)
     return hashlib.sha256((source if identity is None else source + identity(**options)).encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""Writes trajectories concurrently with a rollout engine: each is a coroutine that waits for nobody else.
+"""Writes trajectories concurrently with a rollout engine: each is a separate coroutine.
 
-A trajectory that has no environment is one turn of the policy. Otherwise policy and environment take turns. Everything
-that interrupts a turn (new weights, an engine that is lost, a crash) ends in the same way: the turn continues from the
-tokens that the trajectory has.
+A trajectory without an environment is one turn of the policy. Otherwise policy and environment take turns. Every
+interruption of a turn (new weights, a lost engine, a crash) ends in the same way: the turn continues from the
+trajectory's tokens.
 """
 
 from __future__ import annotations
@@ -32,23 +32,18 @@ if TYPE_CHECKING:
 TOKENS_PER_CHARACTER = 4
 """A character has at most four bytes, each of which may be a token."""
 TRIES = 3
-"""How often a trajectory is started at most, with `rollout.environment.on_error: retry`."""
+"""Maximum number of starts of a trajectory, with `rollout.environment.on_error: retry`."""
 
 
 class Callers(Protocol):
-    """What calls the policy: the programs of agents, or clients."""
+    """The callers of the policy: programs of agents, or clients."""
 
     @property
     def on_error(self) -> OnError:
-        """What becomes of a trajectory whose program fails."""
+        """What happens to a trajectory whose program fails."""
 
     async def run(self, dialogue: Dialogue, policy: Policy, recorded: Sequence[Recorded]) -> None:
-        """Answer the calls of a trajectory to its end.
-
-        Args:
-            dialogue: the trajectory.
-            policy: what answers.
-            recorded: answers of an earlier process.
+        """Answers the calls of a trajectory until it ends.
 
         Raises:
             EnvironmentFailed: the program failed.
@@ -57,24 +52,24 @@ class Callers(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """What the trajectories of a stage have in common."""
+    """Settings that the trajectories of a stage share."""
 
     sampling: Sampling
     """`max_tokens` limits the whole response."""
     environments: EnvironmentCalls | None = None
-    """The environments that the policy talks to; None: it answers alone."""
+    """The environments that the policy talks to; None: none."""
     max_turns: int = 1
-    """Largest number of turns of the policy."""
+    """Maximum number of turns of the policy."""
     agents: Callers | None = None
-    """What calls the policy; None: nobody does."""
+    """The callers of the policy; None: none."""
     recorder: Recorder | None = None
-    """Stores the answers that programs get."""
+    """Stores the answers that programs receive."""
     recorded: Mapping[str, Sequence[Recorded]] = field(default_factory=dict)
     """Answers of an earlier process, by trajectory id."""
 
     @property
     def on_error(self) -> OnError:
-        """What becomes of a trajectory whose environment or program fails."""
+        """What happens to a trajectory whose environment or program fails."""
         talks = self.environments or self.agents
         return "fail" if talks is None else talks.on_error
 
@@ -86,16 +81,15 @@ class _Running:
     dialogue: Dialogue
     task: asyncio.Task[None] | None = None
     turns: set[asyncio.Task[None]] = field(default_factory=set)
-    """The requests that the engine works on: one at most, unless an agent makes several calls at the same time."""
+    """The requests in the engine: at most one, unless an agent makes several calls at the same time."""
     is_past_gate: bool = False
     is_announced: bool = True
-    """Whether a batch of the engine waits for its requests. Programs of agents may wait for one another, so that a
-    batch that waits for all of them might never begin."""
+    """True if a batch of the engine waits for its requests."""
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A trajectory that is complete, or that noticed an error."""
+    """A trajectory that is complete, or that met an error."""
 
     dialogue: Dialogue
     error: BaseException | None = None
@@ -108,50 +102,38 @@ class Generator:
     """
 
     def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, *, interruptible: bool) -> None:
-        """Start without trajectories.
+        """Starts without trajectories.
 
         Args:
-            engine: the rollout engine.
-            tokenizer: tokenizer of the policy.
-            interruptible: whether new weights interrupt a trajectory, which then continues with them; otherwise
-                `pause` waits until all running trajectories are complete.
+            interruptible: new weights interrupt a trajectory, which then continues with them; otherwise `pause` waits
+                until all running trajectories are complete.
         """
         self.engine, self.tokenizer, self.interruptible = engine, tokenizer, interruptible
         self.version = 0
-        """Version of the policy whose weights the engine has."""
-        self._gate = asyncio.Event()  # closed while the weights are about to change
+        """Version of the policy that the engine's weights have."""
+        self._gate = asyncio.Event()  # cleared while the weights are about to change
         self._running: dict[int, _Running] = {}
-        """Trajectories that are not complete, by `id`: two stages may use the same trajectory ids."""
+        """Incomplete trajectories, by `id`: two stages may use the same trajectory ids."""
         self._idle = asyncio.Condition()
         self._ended = deque[_Ended]()
-        self._has_ended = threading.Condition()  # `_ended` changes on the event loop, and is read by `wait`
+        self._has_ended = threading.Condition()  # `_ended` is changed on the event loop, and read by `wait`
 
     @property
     def is_paused(self) -> bool:
-        """Whether `resume` has to be called before anything is generated."""
+        """True if nothing is generated until `resume`."""
         return not self._gate.is_set()
 
     def submit(self, submitted: Sequence[tuple[Dialogue, Rules]]) -> None:
-        """Start or continue trajectories. Those of one call are announced to the engine together.
-
-        Args:
-            submitted: the trajectories, with the tokens that they have so far, and their rules.
-        """
+        """Starts or continues trajectories. Those of one call are announced to the engine together."""
         event_loop.run(self._submit(submitted))
 
     def wait(self, timeout_s: float) -> list[Dialogue]:
-        """Wait until a trajectory is complete.
-
-        Args:
-            timeout_s: time limit in seconds.
-
-        Returns:
-            The trajectories that are complete since the last call; none after the time limit.
+        """Waits until a trajectory is complete; returns those completed since the last call, none after the time limit.
 
         Raises:
             EngineLost: the engine died. Trajectories keep their tokens, and continue after `resume`.
             NotFinite: a log-prob is not finite.
-            EnvironmentFailed: an environment failed, and the config stops the run then.
+            EnvironmentFailed: an environment failed, and `on_error` is `fail`.
         """
         complete: list[Dialogue] = []
         with self._has_ended:
@@ -167,24 +149,19 @@ class Generator:
         return complete
 
     def copies(self, dialogues: Iterable[Dialogue]) -> list[Dialogue]:
-        """Copy trajectories as they are now, while they are being written."""
+        """Copies trajectories as they are, while they are being written."""
         return event_loop.run(self._copies(list(dialogues)))
 
     def cancel(self, dialogues: Iterable[Dialogue]) -> None:
-        """Drop those of the trajectories that are not complete."""
+        """Drops those of the trajectories that are incomplete."""
         event_loop.run(self._cancel(list(dialogues)))
 
     def pause(self) -> None:
-        """Let the engine's requests end, so that its weights can change; see `interruptible`."""
+        """Ends the engine's requests, so that its weights can change; see `interruptible`."""
         event_loop.run(self._pause())
 
     def resume(self, version: int, engine: RolloutEngine | None = None) -> None:
-        """Continue with new weights.
-
-        Args:
-            version: version of the policy whose weights the engine has now.
-            engine: the engine that replaces a lost one.
-        """
+        """Continues with the engine's new weights, or with an engine that replaces a lost one."""
         event_loop.run(self._resume(version, engine))
 
     # On the event loop.
@@ -192,7 +169,9 @@ class Generator:
     async def _submit(self, submitted: Sequence[tuple[Dialogue, Rules]]) -> None:
         self.engine.join(sum(rules.agents is None for _, rules in submitted))
         for dialogue, rules in submitted:
-            # all at once: a batch whose trajectories were on both sides of the gate would never begin
+            # all at once: a batch with trajectories on both sides of the gate would never start
+            # agents are not announced: their programs may wait for one another, so a batch that waits for all of them
+            # might never start
             running = self._running[id(dialogue)] = _Running(
                 dialogue, is_past_gate=self._gate.is_set(), is_announced=rules.agents is None
             )
@@ -208,6 +187,7 @@ class Generator:
             task.cancel()
         await asyncio.gather(*filter(None, tasks), return_exceptions=True)
         dropped = set(map(id, dialogues))
+        # a lost engine concerns the other trajectories, too
         self._forget_ended(lambda ended: id(ended.dialogue) in dropped and not isinstance(ended.error, EngineLost))
 
     def _end(self, dialogue: Dialogue, error: BaseException | None = None) -> None:
@@ -241,7 +221,7 @@ class Generator:
         self._gate.set()
 
     async def _write(self, running: _Running, rules: Rules) -> None:
-        """Write one trajectory to its end."""
+        """Writes one trajectory to its end."""
         dialogue = running.dialogue
         try:
             if not running.is_past_gate:
@@ -282,7 +262,7 @@ class Generator:
             self._idle.notify_all()
 
     async def _run_agent(self, running: _Running, rules: Rules, agents: Callers) -> None:
-        """Run the program of a trajectory."""
+        """Runs the program of a trajectory."""
 
         async def generate(dialogue: Dialogue, sampling: Sampling, on_tokens: Callable[[], None]) -> None:
             await self._policy_turn(running, dialogue, sampling, is_alone=False, on_tokens=on_tokens)
@@ -292,7 +272,7 @@ class Generator:
         await agents.run(running.dialogue, policy, recorded)
 
     async def _take_turn(self, running: _Running, rules: Rules) -> None:
-        """A turn of the policy, and the environment's answer to it."""
+        """Generates a turn of the policy, and passes it to the environment."""
         dialogue = running.dialogue
         environments, sampling = rules.environments, rules.sampling
         if environments is not None:
@@ -328,15 +308,11 @@ class Generator:
         is_alone: bool,
         on_tokens: Callable[[], None] = lambda: None,
     ) -> None:
-        """Generate the rest of the policy's turn.
+        """Generates the rest of the policy's turn.
 
         Args:
-            running: the trajectory.
-            dialogue: the trajectory, or a conversation of its agent.
-            sampling: how to sample tokens.
-            is_alone: whether nobody answers the turn. Its last chunk then ends the trajectory, too, so that a copy
-                never has the one without the other.
-            on_tokens: called whenever there are new tokens.
+            is_alone: nothing answers the turn. Its last chunk then also ends the trajectory, so that no copy has one
+                without the other.
         """
 
         async def generate(engine: RolloutEngine, request: Request) -> None:
@@ -356,6 +332,7 @@ class Generator:
                             dialogue.finish_reason = chunk.finish_reason
                         return
 
+        # after an interruption, another request continues from the tokens so far
         while dialogue.unanswered_turn is None:
             if self.interruptible or not running.is_past_gate:
                 await self._gate.wait()
@@ -371,16 +348,16 @@ class Generator:
                     turn.cancel()
                     raise
             except EngineLost as error:
-                if engine is self.engine and self._gate.is_set():  # the first to notice
+                if engine is self.engine and self._gate.is_set():  # only the first to notice reports it
                     self._gate.clear()
                     self._end(running.dialogue, error)
-                running.is_past_gate = False  # it waits for an engine: new weights do not wait
+                running.is_past_gate = False  # it waits for an engine, so `pause` must not wait for it
             finally:
                 running.turns.discard(turn)
                 await self._tell_idle()
 
     def _cut(self, dialogue: Dialogue, interrupted_at: int, chunk: Chunk, stop: tuple[str, ...]) -> Chunk:
-        """End a chunk at a stop text that begins before an interruption, which the engine cannot see."""
+        """Ends a chunk at a stop text that begins before an interruption, where the engine cannot see it."""
         longest = max(map(len, stop), default=0)
         if not longest or len(dialogue.ids) - interrupted_at >= TOKENS_PER_CHARACTER * longest:
             return chunk

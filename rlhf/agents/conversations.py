@@ -1,8 +1,8 @@
-"""Conversations that a program asks the policy to continue, and the tokens that they stand for.
+"""Conversations that a program asks the policy to continue, and their tokens.
 
-What the policy wrote is never tokenized again. A conversation that extends an earlier one keeps its tokens, and only
-what is new is rendered; any other conversation begins a branch of its own. Tokenizing the policy's text again gives
-other tokens than it drew (the drift that verl and prime-rl document), and so trains on what was never sampled.
+The policy's own tokens are never tokenized again. A conversation that extends an earlier one keeps its tokens, and only
+the new part is rendered; any other conversation starts a new branch. Tokenizing the policy's text again gives other
+tokens than it drew (the drift that verl and prime-rl document), and so trains on tokens that were never sampled.
 """
 
 from __future__ import annotations
@@ -33,79 +33,68 @@ class Branch:
     number: int
     dialogue: Dialogue
     setting: str
-    """Kind of the conversation, and its tools: another one has other tokens from the start."""
+    """Kind of the conversation, and its tools: other settings give other tokens from the start."""
     history: list[str] = field(default_factory=list)
-    """The parts of the conversation, as `Conversation.parts` has them, with the policy's answers."""
+    """The parts of the conversation (see `Conversation.parts`), with the policy's answers."""
     after: list[int] = field(default_factory=list)
     """For each answer, the number of parts up to and including it."""
     is_busy: bool = False
-    """Whether the policy is writing its next answer."""
+    """True while the policy writes its next answer."""
 
 
 class Continuation(NamedTuple):
-    """How a conversation extends a branch."""
+    """The extension of a branch by a conversation."""
 
     answers: int
     """Number of the branch's answers that it contains."""
     ids: list[int]
-    """Tokens of what follows the last of them."""
+    """Tokens after the last of these answers."""
     history: list[str]
     """The parts of the conversation."""
     news: dict[str, Any]
-    """What it adds, as JSON."""
+    """The parts that it adds, as JSON."""
 
 
 class Conversation(ABC):
-    """What a program asks the policy to continue."""
+    """A conversation that the policy is asked to continue."""
 
     setting: str
     """See `Branch.setting`."""
     parts: list[str]
-    """Its parts, in a form in which equal parts are equal texts."""
+    """Its parts, as texts that are equal for equal parts."""
 
     @abstractmethod
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Tokenize the whole conversation.
-
-        Raises:
-            CannotRender: the chat template refuses it.
-        """
+        """Tokenizes the whole conversation. Raises CannotRender."""
 
     @abstractmethod
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
-        """Find the last answer of a branch that the conversation contains, with everything before it; None: it
-        contains none.
+        """Finds the last answer of a branch that the conversation contains, with everything before it; else None.
 
-        Raises:
-            CannotRender: the chat template refuses what follows.
+        Raises CannotRender if the chat template refuses what follows.
         """
 
     @property
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The conversation."""
+        """The whole conversation as JSON."""
 
     @abstractmethod
     def answer_part(self, message: Mapping[str, Any]) -> str:
-        """The part that an answer of the policy is."""
+        """Returns an answer of the policy as a part."""
 
 
 class ChatConversation(Conversation):
     """Messages, rendered by the chat template."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-        """
-        Args:
-            messages: messages as OpenAI defines them.
-            tools: schemas of the tools that the policy may call.
-        """
+        """Takes messages, and schemas of the tools that the policy may call, as OpenAI defines them."""
         self._messages = [_plain(message) for message in messages]
         self._tools = [dict(tool) for tool in tools]
         self.setting = "chat " + json.dumps(self._tools, sort_keys=True)
         self.parts = [_canonical(message) for message in self._messages]
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """See `Conversation.ids`."""
         if not tokenizer.chat_template:
             if self._tools:
                 raise CannotRender("the model has no chat template that describes tools: set model.chat_template")
@@ -124,7 +113,6 @@ class ChatConversation(Conversation):
             raise CannotRender(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
 
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
-        """See `Conversation.continues`."""
         if branch.setting != self.setting:
             return None
         common = next(
@@ -132,6 +120,7 @@ class ChatConversation(Conversation):
             min(len(self.parts), len(branch.history)),
         )
         answers = sum(1 for count in branch.after if count <= common)
+        # an answer that nothing follows cannot be continued
         if not answers or branch.after[answers - 1] == len(self.parts):
             return None
         first, dialogue = branch.after[answers - 1], branch.dialogue
@@ -144,11 +133,9 @@ class ChatConversation(Conversation):
 
     @property
     def whole(self) -> dict[str, Any]:
-        """See `Conversation.whole`."""
         return {"messages": self._messages} | ({"tools": self._tools} if self._tools else {})
 
     def answer_part(self, message: Mapping[str, Any]) -> str:
-        """See `Conversation.answer_part`."""
         return _canonical(_plain(message))
 
 
@@ -162,7 +149,6 @@ class Completion(Conversation):
         self.parts = [prompt if isinstance(prompt, str) else json.dumps(self._prompt)]
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """See `Conversation.ids`."""
         if isinstance(self._prompt, str):
             return tokenize_start(self._prompt, tokenizer)
         if unknown := [token for token in self._prompt if not 0 <= token < len(tokenizer)]:
@@ -170,9 +156,9 @@ class Completion(Conversation):
         return list(self._prompt)
 
     def continues(self, branch: Branch, tokenizer: PreTrainedTokenizerBase) -> Continuation | None:
-        """See `Conversation.continues`."""
         if branch.setting != self.setting:
             return None
+        # the longest match first
         for answers in range(len(branch.after), 0, -1):
             history, dialogue = branch.history[: branch.after[answers - 1]], branch.dialogue
             if isinstance(self._prompt, str):
@@ -190,16 +176,14 @@ class Completion(Conversation):
 
     @property
     def whole(self) -> dict[str, Any]:
-        """See `Conversation.whole`."""
         return {"prompt": self._prompt}
 
     def answer_part(self, message: Mapping[str, Any]) -> str:
-        """See `Conversation.answer_part`."""
         return str(message["content"])
 
 
 def _plain(message: Mapping[str, Any]) -> Message:
-    """A message as chat templates expect it: text contents, and tool calls whose arguments are structures."""
+    """Returns a message as chat templates expect it: text contents, and tool calls whose arguments are structures."""
     role = message["role"]
     plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _text(message)}
     if message.get("tool_calls"):

@@ -1,4 +1,4 @@
-"""Serves an OpenAI-compatible endpoint to programs. The key of a call tells whose trajectory it belongs to."""
+"""Serves an OpenAI-compatible endpoint to programs. The key of a call identifies its trajectory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from ratchet.rlhf.agents.sessions import Policy
 
 LARGEST_BODY = 8 * 2**20
-"""Bytes of a call; a body is read only if its key is right."""
+"""Maximum size of a call in bytes; a body is read only if its key is valid."""
 ENDED = 10_000
-"""Number of ended trajectories whose keys are remembered, to say why a call comes too late."""
+"""Number of ended trajectories whose keys are remembered, to explain why a call is too late."""
 ANYWHERE = ("0.0.0.0", "::")
 
 
 class Caller(Protocol):
-    """Whoever has a key: the program of a trajectory, or the clients of a policy that is served."""
+    """The holder of a key: the program of a trajectory, or the clients of a served policy."""
 
     @property
     def policy(self) -> Policy:
@@ -44,25 +44,20 @@ class Caller(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether further calls are refused."""
+        """True if further calls are refused."""
 
     def refuse(self, message: str, *, code: str, param: str) -> Refused:
-        """The error for a call that does not fit."""
+        """Returns the error for an unsupported call."""
 
     def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[PolicyReply]:
-        """Start to answer a call; see `Session.start`."""
+        """Starts to answer a call; see `Session.start`."""
 
 
 class Gateway:
-    """The endpoint of one process. It starts with the first caller, on the generation's event loop."""
+    """The endpoint of one process. The first caller starts it, on the generation's event loop."""
 
     def __init__(self, host: str, port: int = 0) -> None:
-        """Start nothing.
-
-        Args:
-            host: address to listen on.
-            port: port to listen on; 0: any free one.
-        """
+        """Starts nothing; port 0 chooses a free one."""
         self._host, self._port = host, port
         self._callers: dict[str, Caller] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -72,18 +67,7 @@ class Gateway:
         self._starting = asyncio.Lock()
 
     async def open(self, caller: Caller, key: str | None = None) -> tuple[str, str]:
-        """Answer calls with a key.
-
-        Args:
-            caller: who has the key.
-            key: the key; None: a new one.
-
-        Returns:
-            The base URL of the endpoint, and the key.
-
-        Raises:
-            UserError: the endpoint cannot listen on its address.
-        """
+        """Answers calls with a key, or a new one; returns the base URL of the endpoint, and the key."""
         async with self._starting:
             if self._server is None:
                 await self._start()
@@ -92,14 +76,14 @@ class Gateway:
         return self._base_url, key
 
     def close(self, key: str) -> None:
-        """Refuse further calls with a key."""
+        """Refuses further calls with a key."""
         if self._callers.pop(key, None) is not None:
             self._ended[key] = None
             while len(self._ended) > ENDED:
                 self._ended.popitem(last=False)
 
     async def stop(self) -> None:
-        """End the endpoint; the next trajectory starts it again."""
+        """Stops the endpoint; the next trajectory restarts it."""
         async with self._starting:
             if self._server is not None and self._serving is not None:
                 self._server.should_exit = self._server.force_exit = True
@@ -178,7 +162,7 @@ class Gateway:
             delta = {"role": "assistant", "content": ""}
             return {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
 
-        tells = not asked[0].tools  # what is a call, and what is content, is known at the end
+        tells = not asked[0].tools  # calls and content can only be told apart at the end
         stream = _Stream(caller, asked, tells, first, text, last)
         usage = {**head, "choices": []} if parameters.includes_usage else None
         return await stream.response(usage)
@@ -209,7 +193,7 @@ class Gateway:
 
 
 async def _read(request: Request, kind: type[ChatParameters] | type[CompletionParameters], caller: Caller) -> Any:
-    """Read and check the parameters of a call."""
+    """Reads and checks the parameters of a call."""
     body = bytearray()
     try:
         async for piece in request.stream():
@@ -241,7 +225,7 @@ async def _read(request: Request, kind: type[ChatParameters] | type[CompletionPa
 
 
 def _choices(asked: Asked, count: int) -> list[Asked]:
-    """The calls that a call with several choices is."""
+    """Splits a call with several choices into one per choice."""
     others = (replace(asked, call_id=f"{asked.call_id}-{number}") for number in range(1, count))
     return [asked, *others]
 
@@ -257,7 +241,7 @@ def _check_model(model: str) -> None:
 
 
 async def _answers(request: Request, caller: Caller, asked: Sequence[Any]) -> list[PolicyReply]:
-    """Answer calls, unless the client goes away first, which forgets them."""
+    """Answers calls; if the client disconnects first, cancels them."""
     tasks = [caller.start(call) for call in asked]
     leaves = asyncio.create_task(_until_gone(request))
     try:
@@ -265,6 +249,7 @@ async def _answers(request: Request, caller: Caller, asked: Sequence[Any]) -> li
         while pending and not leaves.done():
             done, pending = await asyncio.wait({*pending, leaves}, return_when=asyncio.FIRST_COMPLETED)
             pending.discard(leaves)
+            # raises the first error immediately
             for task in done - {leaves}:
                 task.result()
         if leaves.done():
@@ -280,7 +265,7 @@ async def _answers(request: Request, caller: Caller, asked: Sequence[Any]) -> li
 
 
 def _reason(error: BaseException, caller: Caller) -> BaseException:
-    """What the client hears of an error."""
+    """Returns the error that the client receives."""
     if isinstance(error, asyncio.CancelledError) and caller.is_over:
         return Refused("the trajectory has ended", status=403, code="trajectory_ended")
     if isinstance(error, Exception) and not isinstance(error, Refused):
@@ -305,14 +290,13 @@ class _Stream:
         text: Callable[[int, str], dict[str, Any]],
         last: Callable[[int, PolicyReply, bool], list[dict[str, Any]]],
     ) -> None:
-        """
+        """Starts to answer the calls `asked`, one per choice.
+
         Args:
-            caller: who calls.
-            asked: the calls, one for each choice.
-            tells: whether the text is sent while it grows.
-            first: the event that begins a choice, by its index.
+            tells: send the text while it grows.
+            first: the event that starts a choice, by its index.
             text: the event for a text.
-            last: the events that end a choice; the last argument tells whether the text was sent.
+            last: the events that end a choice; the last argument is True if the text was sent.
         """
         self._caller, self._first, self._text, self._last, self._tells = caller, first, text, last, tells
         self._events: asyncio.Queue[tuple[int, str | asyncio.Task[PolicyReply]]] = asyncio.Queue()
@@ -325,10 +309,10 @@ class _Stream:
         return task
 
     async def response(self, usage: dict[str, Any] | None) -> Response:
-        """Wait for the first event, which may be a refusal, and send the rest as they come.
+        """Waits for the first event, which may be a refusal, and sends the rest as they arrive.
 
         Args:
-            usage: the event that says the numbers of tokens, without them; None: there is none.
+            usage: the event that reports the numbers of tokens, still without them; None: no such event.
         """
         events = self._sent(usage)
         try:
@@ -345,7 +329,7 @@ class _Stream:
     async def _all(self, first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
         try:
             yield first
-            with suppress(asyncio.CancelledError, Exception):  # the trajectory has ended: the stream breaks off
+            with suppress(asyncio.CancelledError, Exception):  # the trajectory has ended, so the stream ends early
                 async for sent in events:
                     yield sent
         finally:
@@ -367,6 +351,7 @@ class _Stream:
             else:
                 assert ended is not None
                 left -= 1
+                # the end of the text was held back, because it might have become a stop text
                 if index in told and len(ended.text) > len(told[index]):
                     yield event(self._text(index, ended.text[len(told[index]) :]))
                 for last in self._last(index, ended, index in told):

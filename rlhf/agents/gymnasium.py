@@ -19,7 +19,7 @@ PREFIX = "gymnasium:"
 
 
 def identity(environment: str, arguments: Mapping[str, Any]) -> str:
-    """What the program depends on in addition to its code: the environment's module."""
+    """Returns the program's dependencies beyond its own code: the environment's module."""
     module = inspect.getmodule(type(_made(environment, arguments).unwrapped))
     assert module is not None
     return f"{json.dumps(arguments, sort_keys=True)} {inspect.getsource(module)}"
@@ -28,18 +28,9 @@ def identity(environment: str, arguments: Mapping[str, Any]) -> str:
 def run(
     task: Mapping[str, Any], base_url: str, api_key: str, model: str, environment: str, arguments: Mapping[str, Any]
 ) -> float:
-    """Play one episode.
+    """Plays one episode; returns the sum of its rewards.
 
-    Args:
-        task: a row of the dataset.
-        base_url: of the endpoint.
-        api_key: of the trajectory.
-        model: name of the policy.
-        environment: id of the environment; ``module:ID`` imports the module that registers it.
-        arguments: keyword arguments of the environment.
-
-    Returns:
-        The sum of the rewards.
+    ``module:ID`` as `environment` imports the module that registers it.
     """
     import httpx
 
@@ -64,7 +55,7 @@ def run(
 
 
 def _made(environment: str, arguments: Mapping[str, Any]) -> Any:
-    """A new environment. Raises `UserError` if there is none, or its spaces are no texts."""
+    """Builds an environment. Raises UserError if there is none, or its spaces are not texts."""
     try:
         gymnasium = importlib.import_module("gymnasium")
         made = gymnasium.make(environment, disable_env_checker=True, **arguments)

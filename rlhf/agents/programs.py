@@ -1,4 +1,4 @@
-"""Runs the programs of agents: each in a thread or on an event loop of its own, with a key to the endpoint."""
+"""Runs the programs of agents: each in its own thread, or as a task of an event loop, with a key to the endpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     pass
 
 LOOP = "agents"
-"""The event loop of async programs: one that blocks it keeps other programs waiting, and never the engine."""
+"""The event loop of async programs: one that blocks it delays other programs, but never the engine."""
 
 
 class AgentCalls:
@@ -41,17 +41,13 @@ class AgentCalls:
         on_error: OnError,
         must_reward: bool,
     ) -> None:
-        """Start without programs.
+        """Starts without programs.
 
         Args:
-            program: the user's function.
-            options: its keyword arguments, in addition to those of `ARGUMENTS`.
-            gateway: the endpoint.
-            context: largest number of tokens of a conversation.
-            max_calls: largest number of calls of a trajectory.
-            timeout_s: longest time without a call in progress, in seconds.
-            on_error: what becomes of a trajectory whose program fails; see `Generator`.
-            must_reward: whether a program has to return a reward, because there is no other.
+            options: the program's keyword arguments, in addition to those of `ARGUMENTS`.
+            timeout_s: maximum time without a call in progress, in seconds.
+            on_error: what happens to a trajectory whose program fails; see `Generator`.
+            must_reward: the program has to return a reward, because there is no other.
         """
         self.on_error = on_error
         self._program, self._options, self._gateway = program, options, gateway
@@ -59,12 +55,7 @@ class AgentCalls:
         self._must_reward = must_reward
 
     async def run(self, dialogue: Dialogue, policy: Policy, recorded: Sequence[Recorded]) -> None:
-        """Run the program of a trajectory to its end, which gives the trajectory its branches.
-
-        Args:
-            dialogue: the trajectory.
-            policy: what it calls.
-            recorded: answers of an earlier process.
+        """Runs the program of a trajectory to its end, and gives the trajectory its branches.
 
         Raises:
             AgentFailed: the program failed, or made a call that does not fit the run.
@@ -80,6 +71,7 @@ class AgentCalls:
                 async with asyncio.timeout(self._timeout_s) as limit:
 
                     def set_limit(idle: bool) -> None:
+                        # the program's own time is limited, not that of the policy's answers
                         limit.reschedule(loop.time() + self._timeout_s if idle else None)
 
                     session.on_idle = set_limit
@@ -92,6 +84,7 @@ class AgentCalls:
                 fatal.result()
             result = _result(await running)
         except Raised as failure:
+            # an exception that follows a refused call or a reached limit is not the program's fault
             if session.error is None and session.limit is None:
                 raise AgentFailed(f"{KEY} raised {raised(failure.error)} ({name})") from None
             result = Result(0.0 if self._must_reward else None, {})
@@ -117,7 +110,7 @@ class AgentCalls:
         dialogue.finish_reason = session.limit or "stop"
 
     async def _returned(self, dialogue: Dialogue, base_url: str, api_key: str) -> Any:
-        """What the program returns. Raises `Raised`."""
+        """Returns the program's result. Raises `Raised`."""
         beginning = dialogue.beginning
         assert beginning is not None, "a trajectory of an agent has a beginning"
         truth, extra = structures(*beginning[1:])
@@ -139,7 +132,7 @@ class AgentCalls:
 
 
 def _result(returned: Any) -> Result:
-    """Read what a program returned."""
+    """Reads a program's result."""
     parts: dict[str, float] = {}
     if isinstance(returned, Mapping):
         parts = {str(name): _number(value) for name, value in returned.items()}

@@ -1,7 +1,7 @@
-"""OpenAI's chat and completion calls: what a program may ask, and the answers and errors in OpenAI's shape.
+"""OpenAI's chat and completion calls: their supported parameters, and answers and errors in OpenAI's shape.
 
-See https://platform.openai.com/docs/api-reference/chat. Whatever would draw from another distribution than the run's is
-refused, because the run would learn from tokens that its policy did not draw.
+See https://platform.openai.com/docs/api-reference/chat. Parameters that would draw from another distribution than the
+run's are refused, because the run would train on tokens that its policy did not draw.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL = "policy"
 """Name of the model that the endpoint serves."""
 LARGEST_N = 64
 LONGEST_STOP = 256
-"""Characters of a stop text, and number of stop texts, at most."""
+"""Maximum length of a stop text in characters, and maximum number of stop texts."""
 StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
 IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options", "model")
@@ -99,7 +99,7 @@ class Parameters(_Strict):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """True if a stream ends with the numbers of tokens."""
         return bool((self.stream_options or {}).get("include_usage"))
 
     @property
@@ -108,7 +108,7 @@ class Parameters(_Strict):
         return tuple(text for text in texts if text)
 
     def check(self, sampling: Sampling) -> str | None:
-        """The name of a parameter that does not fit the run; None: all fit."""
+        """Returns the name of a parameter that does not fit the run; None if all fit."""
         given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         for name, value in given.items():
             if name in IGNORED or (name in NEUTRAL and value in NEUTRAL[name]):
@@ -129,7 +129,7 @@ class ChatParameters(Parameters):
     logprobs: bool | None = None
 
     def asked(self, call_id: str) -> Asked:
-        """The call. `tool_choice` `required`, or a function, does not force the policy's tokens."""
+        """Returns the call. A `tool_choice` of `required`, or of a function, does not force the policy's tokens."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
         conversation = ChatConversation([message.model_dump(exclude_none=True) for message in self.messages], tools)
         names = tuple(tool.function.name for tool in self.tools or [])
@@ -152,7 +152,7 @@ class CompletionParameters(Parameters):
     logprobs: int | None = None
 
     def asked(self, call_id: str) -> Asked:
-        """The call."""
+        """Returns the call."""
         prompt: Any = self.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
             if len(prompt) > 1:
@@ -161,41 +161,42 @@ class CompletionParameters(Parameters):
         if not prompt:
             raise Refused("prompt is empty", param="prompt")
         conversation: Conversation = Completion(prompt)
+        # OpenAI's default for completions
         limit = 16 if self.max_tokens is None else self.max_tokens
         return Asked(conversation, call_id, max_tokens=limit, stop=self._stop)
 
 
 def explained(error: ValidationError) -> Refused:
-    """The error for parameters that are malformed."""
+    """Returns the error for malformed parameters."""
     first = error.errors(include_url=False, include_input=False)[0]
     param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-")))
     return Refused(f"{param or 'the body'}: {first['msg']}", param=param or None)
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
+    """Returns an error in OpenAI's shape."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
 
 def usage(answers: Sequence[PolicyReply]) -> dict[str, int]:
-    """Numbers of tokens."""
+    """Returns the numbers of tokens."""
     prompt, completion = answers[0].prompt_tokens, sum(len(answer.ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def head(identity: str, created: int, kind: str) -> dict[str, Any]:
-    """The fields that all answers have."""
+    """Returns the fields that all answers share."""
     return {"id": identity, "object": kind, "created": created, "model": MODEL}
 
 
 def finish_reason(answer: PolicyReply) -> str:
-    """Why an answer ended, in OpenAI's terms."""
+    """Returns the finish reason in OpenAI's terms."""
     return "tool_calls" if answer.calls else answer.finish_reason
 
 
 def chat_choice(index: int, answer: PolicyReply, wanted: bool, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """One choice of an answer to ``/v1/chat/completions``."""
+    """Builds one choice of an answer to ``/v1/chat/completions``."""
     return {
         "index": index,
         "message": dict(answer.message),
@@ -205,7 +206,7 @@ def chat_choice(index: int, answer: PolicyReply, wanted: bool, tokenizer: PreTra
 
 
 def chat_log_probs(answer: PolicyReply, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The log-prob of each token, at the run's temperature."""
+    """Returns the log-prob of each token, at the run's temperature."""
     content = []
     for token, log_prob in zip(answer.ids, answer.log_probs, strict=True):
         text = str(tokenizer.decode([token]))
@@ -216,7 +217,7 @@ def chat_log_probs(answer: PolicyReply, tokenizer: PreTrainedTokenizerBase) -> d
 def completion_choice(
     index: int, answer: PolicyReply, wanted: bool, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """One choice of an answer to ``/v1/completions``."""
+    """Builds one choice of an answer to ``/v1/completions``."""
     log_probs = None
     if wanted:
         texts = [str(tokenizer.decode([token])) for token in answer.ids]
@@ -227,7 +228,7 @@ def completion_choice(
 
 
 def chat_deltas(answer: PolicyReply, wanted: bool, tokenizer: PreTrainedTokenizerBase, told: bool) -> Iterator[Any]:
-    """The last deltas of a stream: the content, unless it was `told`, the tool calls, and the reason why it ended."""
+    """Yields the last deltas of a stream: the content, unless it was `told`, the tool calls, and the finish reason."""
     if answer.text and not told:
         yield {"delta": {"content": answer.text}, "finish_reason": None}
     for number, call in enumerate(answer.message.get("tool_calls", ())):
@@ -237,5 +238,5 @@ def chat_deltas(answer: PolicyReply, wanted: bool, tokenizer: PreTrainedTokenize
 
 
 def event(data: Any) -> str:
-    """A server-sent event."""
+    """Formats a server-sent event."""
     return f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}\n\n"

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     pass
 
 KEPT_TOKENS = 2**21
-"""Tokens of the conversations that are remembered, about 300 MB. A call that continues an older one is answered, too;
-the conversation then begins with that call's messages."""
+"""Tokens of the conversations that are remembered, about 300 MB.
+
+A call that continues an older conversation is answered, too; its messages then start a new one.
+"""
 MOST_CALLS = 2**20
-"""Largest number of calls in a conversation, which its tokens limit long before."""
+"""Maximum number of calls in a conversation; its token limit is reached long before."""
 
 
 class Served:
@@ -33,34 +35,32 @@ class Served:
     def __init__(
         self, name: str, gateway: Gateway, key: str, *, context: int, listening: Callable[[str], None]
     ) -> None:
-        """Serve nothing yet.
+        """Serves nothing yet.
 
         Args:
-            name: how names of conversations begin.
-            gateway: the endpoint.
-            key: the key of all clients.
-            context: largest number of tokens of a conversation.
-            listening: hears the base URL of the endpoint.
+            name: prefix of the names of conversations.
+            listening: called with the base URL of the endpoint.
         """
         self._name, self._gateway, self._key, self._context = name, gateway, key, context
         self._listening = listening
         self._limits = SessionLimits(context=context, response=context, calls=MOST_CALLS)
         self._sessions: OrderedDict[Session, _Size] = OrderedDict()
-        """The conversations, the one that was called last at the end."""
+        """The conversations; the last one called is at the end."""
         self._tokens = 0
         """Their number of tokens."""
         self._by_history: dict[str, Session] = {}
-        """The conversation that has a history, by the digest of its parts."""
+        """Conversations by the digest of their history's parts."""
         self._number = 0
         self.policy: Policy
         self.is_over = False
 
     async def run(self, dialogue: Dialogue, policy: Policy, recorded: Sequence[Recorded]) -> None:
-        """Answer calls until this is cancelled; see `Callers.run`."""
+        """Answers calls until it is cancelled; see `Callers.run`."""
         self.policy = policy
         base_url, _ = await self._gateway.open(self, self._key)
         self._listening(base_url)
         try:
+            # never done: serves until this is cancelled
             await asyncio.get_running_loop().create_future()
         finally:
             self.is_over = True
@@ -70,11 +70,11 @@ class Served:
             await self._gateway.stop()
 
     def refuse(self, message: str, *, code: str, param: str) -> Refused:
-        """The error for a call that does not fit."""
+        """Returns the error for an unsupported call."""
         return Refused(message, code=code, param=param)
 
     def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[PolicyReply]:
-        """Start to answer a call, in the conversation that it continues; see `Session.start`."""
+        """Starts to answer a call, in the conversation that it continues; see `Session.start`."""
         session = self._continued(asked)
         if session is None:
             self._number += 1
@@ -87,13 +87,14 @@ class Served:
         return task
 
     def _continued(self, asked: Asked) -> Session | None:
-        """The conversation that has most of a call's history, up to an answer; None: there is none."""
+        """Returns the conversation that has most of a call's history, up to an answer; None if there is none."""
         digests = _digests(asked.conversation.setting, asked.conversation.parts)
+        # the longest history first
         known = (self._by_history.get(digest) for digest in reversed(digests))
         return next((session for session in known if session is not None), None)
 
     def _remember(self, session: Session, asked: Asked, done: asyncio.Task[PolicyReply]) -> None:
-        """Let later calls continue an answer, and forget the oldest conversations if there are too many."""
+        """Makes an answer available to later calls, and drops the oldest conversations if there are too many."""
         size = self._sessions[session]
         if not done.cancelled() and done.exception() is None:
             conversation = asked.conversation
@@ -106,6 +107,7 @@ class Served:
             len(branch.dialogue.request.prompt_ids) + len(branch.dialogue.ids) for branch in session.branches.values()
         )
         self._tokens += size.tokens
+        # none of its calls was answered
         if not session.branches:
             self._forget(session)
         while self._tokens > KEPT_TOKENS:
@@ -124,7 +126,7 @@ class Served:
 
 @dataclass
 class _Size:
-    """What a conversation takes of the memory."""
+    """Memory use of a conversation."""
 
     tokens: int = 0
     digests: list[str] = field(default_factory=list)
@@ -132,10 +134,11 @@ class _Size:
 
 
 def _digests(setting: str, parts: Sequence[str]) -> list[str]:
-    """The digest of each beginning of a conversation."""
+    """Returns the digest of each prefix of a conversation."""
     sha256 = hashlib.sha256(setting.encode())
     digests = []
     for part in parts:
+        # a digest of digests, so that the boundaries of parts count
         sha256.update(hashlib.sha256(part.encode()).digest())
         digests.append(sha256.copy().hexdigest())
     return digests

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""What a call of a tool may begin with; the text before it is the message's content."""
+"""Possible beginnings of a tool call; the text before it is the message's content."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """An answer that is stored: the program has it, or is about to get it."""
+    """A stored answer, which the program has, or is about to receive."""
 
     trajectory_id: str
     branch: str
-    """Name of the conversation: that of the trajectory, or one that ends with the number of a branch."""
+    """Name of the conversation: the trajectory's id, or one that ends with the number of a branch."""
     call_id: str
-    """The id of the completion, which the program gets."""
+    """The id of the completion, which the program receives."""
     digest: str
-    """sha256 of what was asked."""
+    """sha256 of the question."""
     heard_ids: list[int]
     """Tokens that the call added to the conversation, before the answer."""
     ids: list[int]
@@ -47,7 +47,7 @@ class Recorded:
     finish_reason: str
     """stop, or length."""
     asked: str
-    """What the call added to its branch, as JSON; see `AgentCall.asked`."""
+    """The messages that the call added to its branch, as JSON; see `AgentCall.asked`."""
     answer: str
     """The message of the assistant, as JSON."""
     started: float
@@ -60,11 +60,11 @@ class Recorder(Protocol):
     """Stores answers."""
 
     async def record(self, answer: Recorded) -> None:
-        """Store an answer durably: when this returns, a crash does not lose it."""
+        """Stores an answer durably: when this returns, a crash does not lose it."""
 
 
 class Refused(Exception):
-    """The endpoint does not answer a call."""
+    """The endpoint refuses a call."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
         super().__init__(message)
@@ -73,14 +73,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What bounds the calls of a trajectory."""
+    """Limits on the calls of a trajectory."""
 
     context: int
-    """Largest number of tokens of a conversation, with the answers."""
+    """Maximum number of tokens of a conversation, with the answers."""
     response: int
-    """Largest number of tokens of a branch after its prompt."""
+    """Maximum number of tokens of a branch after its prompt."""
     calls: int
-    """Largest number of calls."""
+    """Maximum number of calls."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Asked:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
-    """Names of the tools that the answer may call; empty: the answer is a text."""
+    """Names of the tools that the answer may call; empty: the answer is text."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class PolicyReply:
     prompt_tokens: int
     digest: str
     message: Mapping[str, Any]
-    """The message of the assistant."""
+    """The assistant's message."""
 
 
 Generate = Callable[[Dialogue, Sampling, Callable[[], None]], Awaitable[None]]
-"""Lets the policy write the next turn of a dialogue; the last argument is called whenever there are new tokens."""
+"""Generates the next turn of a dialogue; the last argument is called whenever there are new tokens."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,9 @@ class Policy:
 
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
-    """How tokens are drawn."""
     generate: Generate
     recorder: Recorder | None
-    """Stores answers before the caller gets them; None: nobody does."""
+    """Stores answers before the caller receives them; None: they are not stored."""
 
 
 @dataclass(eq=False)
@@ -135,20 +134,20 @@ class Session:
     """One trajectory's conversations with the policy. Used on the generation's event loop only."""
 
     dialogue: Dialogue
-    """The trajectory; it has branches when the program has returned."""
+    """The trajectory; it has branches once the program has returned."""
     policy: Policy
     limits: SessionLimits
     recorded: Iterable[Recorded]
-    """Answers of an earlier process, which are given again to the same questions."""
+    """Answers of an earlier process, which the same questions get again."""
     on_idle: Callable[[bool], None] = lambda idle: None
-    """Hears when the program has no call in progress, and when it has."""
+    """Called with True when no call is in progress any more, and with False when one starts."""
     error: str | None = None
-    """Why the trajectory is not learned from: the first call that does not fit the run."""
+    """Why the trajectory is not trained on: the first call that does not fit the run."""
     limit: str | None = None
-    """The limit that a call ran into: length or turns."""
+    """The limit that a call reached: length or turns."""
     is_over: bool = False
     fatal: asyncio.Future[None] | None = None
-    """Fails with an error that ends the generation, and not only this trajectory."""
+    """Fails with an error that ends the whole generation, not only this trajectory."""
 
     def __post_init__(self) -> None:
         self.branches: dict[int, Branch] = {}
@@ -160,23 +159,18 @@ class Session:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is in progress."""
+        """True if a call is in progress."""
         return bool(self._tasks)
 
     def refuse(self, message: str, **details: Any) -> Refused:
-        """The error for a call that does not fit the run, which its trajectory keeps."""
+        """Returns the error for a call that does not fit the run, and marks the trajectory with it."""
         self.error = self.error or message
         return Refused(message, **details)
 
     def start(self, asked: Asked, on_text: Callable[[str], None] | None = None) -> asyncio.Task[PolicyReply]:
-        """Start to answer a call.
+        """Starts to answer a call; `on_text` receives the answer's text as it grows.
 
-        Args:
-            asked: the call.
-            on_text: hears the text of the answer as it grows.
-
-        Returns:
-            A task; cancelling it forgets the call. It raises `Refused` if the call does not fit.
+        Cancelling the task drops the call. It raises `Refused` if the call does not fit the run.
         """
         task = asyncio.create_task(self._answer(asked, on_text))
         self._tasks.add(task)
@@ -193,7 +187,7 @@ class Session:
             self.fatal.set_exception(error)
 
     async def close(self) -> None:
-        """Refuse further calls, and forget those that are in progress."""
+        """Refuses further calls, and cancels those in progress."""
         self.is_over = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -214,6 +208,7 @@ class Session:
         except CannotRender as error:
             raise self.refuse(str(error)) from None
         dialogue = branch.dialogue
+        # a call that fails leaves its branch as it was
         before = dialogue.copy()
         branch.is_busy = True
         self._calls += 1
@@ -227,16 +222,19 @@ class Session:
             self._limit(dialogue, asked)
             digest = self._digest(asked)
             known = self._known.get(digest)
+            # a question that was asked several times gets its answers in their order
             earlier = known.popleft() if known else None
             if earlier is not None:
-                dialogue.next_request(self.policy.sampling)  # begins the turn
+                dialogue.next_request(self.policy.sampling)  # starts the turn
                 _append(dialogue, earlier)
             else:
                 sampling = replace(self.policy.sampling, stop=(*self.policy.sampling.stop, *asked.stop))
                 growing = _GrowingText(partial(self._text, stop=sampling.stop), dialogue, on_text, sampling.stop)
                 await self.policy.generate(dialogue, sampling, growing.tell)
             reason = dialogue.finish_reason or "stop"
+            # the branch may continue
             dialogue.finish_reason = ""
+            # marks the turn as answered; the program's reward is for the whole trajectory
             dialogue.turn_rewards.append(0.0)
             answer = self._read(dialogue, start, asked, reason, prompt_tokens, digest)
             news = asked.conversation.whole if continuation is None else continuation.news
@@ -255,12 +253,14 @@ class Session:
                 started=started,
                 seconds=time.perf_counter() - began,
             )
+            # stored before the program receives it: a resumed run must give the same answer
             if self.policy.recorder is not None and earlier is None:
                 await self.policy.recorder.record(recorded)
         except BaseException:
             dialogue.take_back(before)
             branch.is_busy = False
             if not branch.after:
+                # frees the number of a branch whose first call failed
                 del self.branches[branch.number]
             raise
         branch.is_busy = False
@@ -280,7 +280,7 @@ class Session:
         return answer
 
     def _check_size(self, conversation: Conversation) -> None:
-        """Refuse what is too long by far before it is tokenized, which keeps the engine waiting."""
+        """Refuses a far too long conversation before it is tokenized, which keeps the engine waiting."""
         size = sum(map(len, conversation.parts))
         if size > BYTES_A_TOKEN * self.limits.context:
             raise self._too_long(f"the conversation has {size:,} characters")
@@ -296,7 +296,7 @@ class Session:
         )
 
     def _branch(self, conversation: Conversation) -> tuple[Branch, Continuation | None]:
-        """The branch that a conversation continues, or a new one, which may begin with the tokens of another."""
+        """Returns the branch that a conversation continues, or a new one, possibly with the first tokens of another."""
         best: tuple[Branch, Continuation] | None = None
         for branch in self.branches.values():
             continuation = conversation.continues(branch, self.policy.tokenizer)
@@ -307,7 +307,7 @@ class Session:
         number = next(n for n in range(len(self.branches) + 1) if n not in self.branches)
         if best is None:
             ids = conversation.ids(self.policy.tokenizer)
-        else:  # the answers that both have are learned from in the other branch
+        else:  # the answers that both have are trained on in the other branch
             dialogue, answers = best[0].dialogue, best[1].answers
             ids = [*dialogue.request.prompt_ids, *dialogue.ids[: dialogue.turn_ends[answers - 1]], *best[1].ids]
         name = branch_id(self.dialogue.request.trajectory_id, number)
@@ -317,7 +317,7 @@ class Session:
         return branch, None
 
     def _limit(self, dialogue: Dialogue, asked: Asked) -> None:
-        """Set the limit of the answer's tokens."""
+        """Sets the answer's token limit."""
         used = len(dialogue.ids)
         room = min(self.limits.context - len(dialogue.request.prompt_ids), self.limits.response) - used
         if room < 1:
@@ -337,14 +337,14 @@ class Session:
     def _read(
         self, dialogue: Dialogue, start: int, asked: Asked, reason: str, prompt_tokens: int, digest: str
     ) -> PolicyReply:
-        """Read the answer that begins at `start`: its text, and the calls of tools in it."""
+        """Reads the answer that begins at `start`: its text, and its tool calls."""
         ids = dialogue.ids[start:]
         text = self._text(ids, (*self.policy.sampling.stop, *asked.stop))
         calls: list[ToolCall] = []
         if asked.tools:
             try:
                 calls = tool_calls(response_text(ids, self.policy.tokenizer), asked.tools)
-            except MalformedCall:  # the program reads what the policy wrote
+            except MalformedCall:  # the program gets the policy's text as it is
                 calls = []
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
@@ -376,7 +376,7 @@ class Session:
 
 
 class _GrowingText:
-    """Tells the text of an answer while it is written, without what may become a stop text or half a character."""
+    """Reports the text of an answer while it is written, but no beginning of a stop text or half a character."""
 
     def __init__(
         self,
@@ -400,17 +400,18 @@ class _GrowingText:
 
 
 def _fit(branch: Branch, continuation: Continuation) -> tuple[int, bool]:
-    """How much of a conversation a branch has; a branch that it extends is better than one that it leaves."""
+    """Ranks branches by how much of a conversation they contain; on a tie, a branch that it extends wins."""
     return branch.after[continuation.answers - 1], _extends(branch, continuation)
 
 
 def _extends(branch: Branch, continuation: Continuation) -> bool:
-    """Whether the conversation continues the branch at its end."""
+    """Returns True if the conversation continues the branch at its end."""
     return not branch.is_busy and continuation.answers == len(branch.after)
 
 
 def _call_id(digest: str, turn: int, number: int) -> str:
-    """The id of a tool call, equal for equal answers. Mistral's template insists on nine characters."""
+    """Returns the id of a tool call, equal for equal answers."""
+    # Mistral's template requires nine characters
     return hashlib.sha256(f"{digest} {turn} {number}".encode()).hexdigest()[:9]
 
 

@@ -11,18 +11,14 @@ class Said(NamedTuple):
     """A line of a transcript."""
 
     role: str
-    """policy, or the role of a message that the program wrote; tools: the tools that it offered."""
+    """policy, or the role of a message of the program; tools: the tools that it offered."""
     content: str
 
 
 def transcript(calls: Iterable[Mapping[str, Any]]) -> list[Said]:
-    """Write down the calls of a conversation.
+    """Formats the calls of a conversation (the column `calls` of a trajectory).
 
-    Args:
-        calls: the column `calls` of a trajectory.
-
-    Returns:
-        What each call added, and what the policy answered, with the calls of tools as ``name(arguments)``.
+    Each call yields the messages that it added, and the policy's answer, with tool calls as ``name(arguments)``.
     """
     lines: list[Said] = []
     for call in calls:

@@ -1,7 +1,7 @@
 """`rollout.environment: verifiers:NAME`: environments of the package verifiers, whose rubrics give the reward.
 
 The environment calls the policy through the endpoint, as it calls any model. A row of the run's dataset is its input:
-write an environment's own dataset with ``verifiers.load_environment(NAME).get_dataset().to_parquet(FILE)``.
+export an environment's own dataset with ``verifiers.load_environment(NAME).get_dataset().to_parquet(FILE)``.
 """
 
 from __future__ import annotations
@@ -22,29 +22,18 @@ PREFIX = "verifiers:"
 
 
 class RolloutFailed(Exception):
-    """The environment reports an error."""
+    """The environment reported an error."""
 
 
 def identity(environment: str, arguments: Mapping[str, Any]) -> str:
-    """What the program depends on in addition to its code: the environment's module, and the package."""
+    """Returns the program's dependencies beyond its own code: the environment's module, and the package's version."""
     return f"{version('verifiers')} {json.dumps(arguments, sort_keys=True)} {inspect.getsource(_module(environment))}"
 
 
 async def run(
     task: Mapping[str, Any], base_url: str, api_key: str, model: str, environment: str, arguments: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Let the environment talk to the policy, and score the result with its rubric.
-
-    Args:
-        task: a row of the dataset.
-        base_url: of the endpoint.
-        api_key: of the trajectory.
-        model: name of the policy.
-        environment: name of the environment.
-        arguments: keyword arguments of its `load_environment`.
-
-    Returns:
-        The rubric's reward, and the value of each of its functions.
+    """Runs the environment with the policy; returns the rubric's reward, and the value of each of its functions.
 
     Raises:
         RolloutFailed: the environment reports an error.
@@ -78,13 +67,13 @@ def _environment(name: str, arguments: str) -> Any:
     import verifiers
     from verifiers.envs import environment
 
-    # it would handle the signals that stop a run, which works in the main thread only
+    # it would install signal handlers, which works in the main thread only, and replace those that stop a run
     environment.signal = _NoSignals()
     return verifiers.load_environment(name, **json.loads(arguments))
 
 
 class _NoSignals:
-    """Stands for the module signal, and leaves the process's handlers as they are."""
+    """Stands in for the module signal, and leaves the process's handlers as they are."""
 
     SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
     default_int_handler = staticmethod(signal.default_int_handler)
@@ -94,7 +83,7 @@ class _NoSignals:
 
 
 def _module(name: str) -> Any:
-    """The module of an environment. Raises `UserError` if it, or the package, is not installed."""
+    """Imports the module of an environment. Raises UserError if it, or the package, is not installed."""
     try:
         importlib.import_module("verifiers")
         return importlib.import_module(name.replace("-", "_").split("/")[-1])

@@ -44,7 +44,7 @@ class AdvantageEstimator(Algorithm):
     """
 
     learns_from_reward: ClassVar[bool] = True
-    """Whether the reward changes anything."""
+    """False if the reward has no effect."""
     whiten: bool = Field(False, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
     clip_rewards: float | None = Field(
         None, gt=0, description="scores and their parts are clamped to ± this value first; null: no limit"
@@ -54,40 +54,18 @@ class AdvantageEstimator(Algorithm):
     )
 
     def finished(self, advantages: Tokens, mask: Tokens) -> Tokens:
-        """Whiten advantages if configured, and set masked positions to 0.
-
-        Args:
-            advantages: advantage of each token, float32, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-        Returns:
-            The finished advantages, same shape.
-        """
+        """Whitens advantages if configured, and sets masked positions to 0."""
         return whiten(advantages, mask) if self.whiten else advantages * mask
 
     def clipped(self, scores: Scores) -> Scores:
-        """Clamp scores to ± `clip_rewards` if configured.
-
-        Args:
-            scores: score of each trajectory, or a part of it, shape (batch,).
-
-        Returns:
-            The clamped scores, shape (batch,).
-        """
+        """Clamps scores, or parts of them, to ± `clip_rewards` if configured."""
         return scores if self.clip_rewards is None else scores.clamp(-self.clip_rewards, self.clip_rewards)
 
     def teaches(self, scores: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
-        """Find the trajectories to learn from; the losses and the batch statistics leave the others out.
+        """Finds the trajectories to train on; the losses and the batch statistics leave the others out.
 
         With `drop_zero_std_groups`, groups whose scores are all equal are left out. Estimators that compare the
         trajectories of a prompt leave out a trajectory that is alone in its group.
-
-        Args:
-            scores: score of each trajectory, shape (batch,).
-            group_ids: equal for trajectories of the same prompt, shape (batch,).
-
-        Returns:
-            True for each trajectory to learn from, bool, shape (batch,).
         """
         groups = Groups(group_ids)
         if self.drop_zero_std_groups:
@@ -98,15 +76,9 @@ class AdvantageEstimator(Algorithm):
 def rewards_to_go(
     rewards: Float[Tensor, "batch step"], mask: Float[Tensor, "batch step"], gamma: float
 ) -> Float[Tensor, "batch step"]:
-    """Sum up each step's reward and the discounted rewards of the steps that follow. Masked steps are skipped.
+    """Sums up each step's reward and the discounted rewards of the following steps. Masked steps are skipped.
 
-    Args:
-        rewards: reward of each step (a token, or a turn), shape (batch, step).
-        mask: 1 for steps that count, 0 for the rest, same shape.
-        gamma: discount per step.
-
-    Returns:
-        The sums, same shape. At a masked step it is that of the step that follows.
+    A step is a token or a turn; a masked one gets the sum of the step that follows.
     """
     sums = rewards.new_zeros(rewards.shape)
     following = rewards.new_zeros(rewards.shape[0])
@@ -123,17 +95,9 @@ def generalized_advantages(
     gamma: float,
     lam: float,
 ) -> Float[Tensor, "batch step"]:
-    """Compute the advantages of `GAE` for each step. Masked steps are skipped.
+    """Computes the advantages of `GAE` for each step, a token or a turn. Masked steps are skipped.
 
-    Args:
-        rewards: reward of each step (a token, or a turn), shape (batch, step).
-        values: value of the state before each step, same shape.
-        mask: 1 for steps that count, 0 for the rest, same shape.
-        gamma: discount per step.
-        lam: GAE's lambda.
-
-    Returns:
-        The advantages, same shape. At a masked step it is that of the step that follows.
+    `values` are those of the state before each step. A masked step gets the advantage of the step that follows.
     """
     advantages = rewards.new_zeros(rewards.shape)
     next_value = rewards.new_zeros(rewards.shape[0])
@@ -169,16 +133,7 @@ class GAE(AdvantageEstimator):
     needs: ClassVar[tuple[str, ...]] = ("values",)
 
     def __call__(self, token_rewards: Tokens, mask: Tokens, *, values: Tokens) -> tuple[Tokens, Tokens]:
-        """Compute advantages and returns from the critic's values.
-
-        Args:
-            token_rewards: reward of each token, float32, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-            values: the critic's value at each token, before its update, same shape.
-
-        Returns:
-            Advantages and returns, shape (batch, response), 0 where masked.
-        """
+        """Computes advantages and returns from the critic's values before its update."""
         advantages = generalized_advantages(token_rewards, values, mask, self.gamma, self.lam)
         return self.finished(advantages, mask), (advantages + values).where(mask > 0, 0.0)
 
@@ -204,17 +159,7 @@ class TurnGAE(AdvantageEstimator):
     def __call__(
         self, token_rewards: Tokens, mask: Tokens, *, values: Tokens, turns: TokenNumbers
     ) -> tuple[Tokens, Tokens]:
-        """Compute the advantage and the return of each turn.
-
-        Args:
-            token_rewards: reward of each token, float32, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-            values: the critic's value at each token, before its update, same shape.
-            turns: number of the turn that each token belongs to, int64, same shape.
-
-        Returns:
-            Advantages and returns, shape (batch, response), 0 where masked.
-        """
+        """Computes the advantage and the return of each turn."""
         by_turn = Turns(turns, mask)
         before = by_turn.first(values)
         advantages = generalized_advantages(by_turn.sum(token_rewards), before, by_turn.mask, self.gamma, self.lam)
@@ -236,15 +181,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
 
     def __call__(self, token_rewards: Tokens, mask: Tokens) -> tuple[Tokens, Tokens]:
-        """Compute advantages and returns from discounted rewards-to-go.
-
-        Args:
-            token_rewards: reward of each token, float32, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-        Returns:
-            Advantages and returns, shape (batch, response), 0 where masked.
-        """
+        """Computes advantages and returns from discounted rewards-to-go."""
         returns = rewards_to_go(token_rewards, mask, self.gamma)
         return self.finished(returns, mask), returns * mask
 
@@ -259,16 +196,7 @@ class ReMax(AdvantageEstimator):
     needs: ClassVar[tuple[str, ...]] = ("greedy_scores",)
 
     def __call__(self, token_rewards: Tokens, mask: Tokens, *, greedy_scores: Scores) -> tuple[Tokens, Tokens]:
-        """Compute advantages by subtracting the greedy answer's score from the rewards-to-go.
-
-        Args:
-            token_rewards: reward of each token, float32, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-            greedy_scores: score of the greedy answer to the same prompt, shape (batch,).
-
-        Returns:
-            Advantages and returns, shape (batch, response), 0 where masked. The returns are the rewards-to-go.
-        """
+        """Computes advantages by subtracting the greedy answer's score from the returns, the rewards-to-go."""
         returns = token_rewards.where(mask > 0, 0.0).flip(-1).cumsum(-1).flip(-1)
         return self.finished(returns - greedy_scores[:, None], mask), returns * mask
 
@@ -285,46 +213,19 @@ class GroupEstimator(AdvantageEstimator):
     def __call__(
         self, token_rewards: Tokens, mask: Tokens, *, group_ids: Int[Tensor, " batch"]
     ) -> tuple[Tokens, Tokens]:
-        """Give every unmasked token the advantage that `compare` computes for its trajectory.
-
-        Args:
-            token_rewards: reward of each token, float32, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-            group_ids: equal for trajectories of the same prompt, shape (batch,).
-
-        Returns:
-            Advantages and returns, which are equal, shape (batch, response), 0 where masked.
-        """
+        """Gives every unmasked token the advantage that `compare` computes for its trajectory."""
         compared = self.compare(sequence_sum(token_rewards, mask), mask.sum(-1), Groups(group_ids))
         advantages = self.finished(compared[:, None] * mask, mask)
         return advantages, advantages
 
     @abstractmethod
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        """Compute the advantage of each trajectory.
-
-        Args:
-            scores: score of each trajectory, shape (batch,).
-            lengths: number of unmasked tokens of each trajectory, shape (batch,).
-            groups: the groups of the batch.
-
-        Returns:
-            One advantage per trajectory, shape (batch,).
-        """
+        """Computes the advantage of each trajectory; `lengths` are numbers of unmasked tokens. Shapes are (batch,)."""
 
 
 def relative_to_group(scores: Scores, groups: Groups, norm_by_std: bool, epsilon: float) -> Scores:
-    """Subtract the mean of the group from each score, and divide by its standard deviation if asked; see `GRPO`.
-
-    Args:
-        scores: score of each trajectory, shape (batch,).
-        groups: the groups of the batch.
-        norm_by_std: whether to divide by the standard deviation of the group.
-        epsilon: added to the standard deviation.
-
-    Returns:
-        One advantage per trajectory, shape (batch,).
-    """
+    """Subtracts the group's mean from each score, and may divide by its standard deviation plus `epsilon`; see
+    `GRPO`."""
     advantages = scores - groups.mean(scores)
     return advantages / (groups.std(scores) + epsilon) if norm_by_std else advantages
 
@@ -342,7 +243,7 @@ class GRPO(GroupEstimator):
     epsilon: float = Field(1e-6, gt=0, description="added to the standard deviation")
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        """Subtract the group's mean, and divide by its std if configured; see `GroupEstimator.compare`."""
+        """Subtracts the group's mean, and divides by its std if configured; see `GroupEstimator.compare`."""
         return relative_to_group(scores, groups, self.norm_by_std, self.epsilon)
 
 
@@ -359,7 +260,7 @@ class DrGRPO(GroupEstimator):
     norm_by_std: Literal[False] = Field(False, description="never divided by the standard deviation")
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        """Subtract the mean of the group; see `GroupEstimator.compare`."""
+        """Subtracts the mean of the group; see `GroupEstimator.compare`."""
         return relative_to_group(scores, groups, norm_by_std=False, epsilon=0.0)
 
 
@@ -375,7 +276,7 @@ class GRPOPassK(GroupEstimator):
     epsilon: float = Field(1e-6, gt=0, description="added to the standard deviation")
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        """Give the best trajectory of a group its lead over the second best; see `GroupEstimator.compare`.
+        """Gives the best trajectory of a group its lead over the second best; see `GroupEstimator.compare`.
 
         All advantages of a group are 0 if several trajectories share the best score.
         """
@@ -396,7 +297,7 @@ class RLOO(GroupEstimator):
     type: Literal["rloo"] = "rloo"
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        """Subtract the mean score of the other trajectories of the group; see `GroupEstimator.compare`."""
+        """Subtracts the mean score of the other trajectories of the group; see `GroupEstimator.compare`."""
         return groups.size * (scores - groups.mean(scores)) / (groups.size - 1).clamp(min=1)
 
 
@@ -409,7 +310,7 @@ class OPO(GroupEstimator):
     type: Literal["opo"] = "opo"
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        """Subtract the group's mean score, weighted by length; see `GroupEstimator.compare`."""
+        """Subtracts the group's mean score, weighted by length; see `GroupEstimator.compare`."""
         return scores - groups.mean(scores, weights=lengths)
 
 
@@ -425,7 +326,7 @@ class GPG(GroupEstimator):
     type: Literal["gpg"] = "gpg"
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        """Subtract the group's mean, and scale up for trajectories with score 0; see `GroupEstimator.compare`."""
+        """Subtracts the group's mean, and scales up for trajectories with score 0; see `GroupEstimator.compare`."""
         compared: Scores = scores - groups.mean(scores)
         return compared * (lengths > 0).sum() / scores.count_nonzero().clamp(min=1)
 
@@ -440,7 +341,7 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
     whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        """Subtract the mean of the group; see `GroupEstimator.compare`. `finished` then whitens over the batch."""
+        """Subtracts the mean of the group; see `GroupEstimator.compare`. `finished` then whitens over the batch."""
         return scores - groups.mean(scores)
 
 
@@ -459,7 +360,7 @@ class RAFT(GroupEstimator):
     min_score: float | None = Field(None, description="answers with a lower score are left out; null: none")
 
     def teaches(self, scores: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
-        """Find the best answers; see `AdvantageEstimator.teaches`."""
+        """Finds the best answers; see `AdvantageEstimator.teaches`."""
         groups = Groups(group_ids)
         chosen = groups.rank(scores) < self.best
         if self.min_score is not None:
@@ -467,7 +368,7 @@ class RAFT(GroupEstimator):
         return chosen & groups.differ(scores) if self.drop_zero_std_groups else chosen
 
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
-        """1 for each trajectory that is learned from; see `GroupEstimator.compare`."""
+        """Returns 1 for each trajectory to train on; see `GroupEstimator.compare`."""
         return (lengths > 0).to(scores.dtype)
 
 
@@ -478,15 +379,7 @@ class NoAdvantage(AdvantageEstimator):
     learns_from_reward: ClassVar[bool] = False
 
     def __call__(self, token_rewards: Tokens, mask: Tokens) -> tuple[Tokens, Tokens]:
-        """Compute no advantages.
-
-        Args:
-            token_rewards: reward of each token, float32, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-        Returns:
-            Advantages and returns: zeros, shape (batch, response).
-        """
+        """Returns zeros."""
         return mask.new_zeros(mask.shape), mask.new_zeros(mask.shape)
 
 
@@ -511,17 +404,7 @@ class EGPO(AdvantageEstimator):
     def __call__(
         self, token_rewards: Tokens, mask: Tokens, *, group_ids: Int[Tensor, " batch"], entropy: Tokens
     ) -> tuple[Tokens, Tokens]:
-        """Compute GRPO's advantages and add the entropy term.
-
-        Args:
-            token_rewards: reward of each token, float32, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-            group_ids: equal for trajectories of the same prompt, shape (batch,).
-            entropy: entropy of the policy at each token, in nats, shape (batch, response).
-
-        Returns:
-            Advantages and returns, which are equal, shape (batch, response), 0 where masked.
-        """
+        """Computes GRPO's advantages and adds the entropy term."""
         scores = sequence_sum(token_rewards, mask)
         compared = relative_to_group(scores, Groups(group_ids), self.norm_by_std, self.epsilon)
         limit = compared.abs() / self.alpha
@@ -563,16 +446,7 @@ class GDPO(AdvantageEstimator):
         group_ids: Int[Tensor, " batch"],
         reward_parts: Mapping[str, Scores],
     ) -> tuple[Tokens, Tokens]:
-        """Compute advantages from the parts of the reward.
-
-        Args:
-            token_rewards: not used.
-            mask: 1 for tokens that count in the loss, 0 for the rest, float32, shape (batch, response).
-            group_ids: equal for trajectories of the same prompt, shape (batch,).
-            reward_parts: value of each named part for each trajectory, shape (batch,).
-
-        Returns:
-            Advantages and returns, which are equal, shape (batch, response).
+        """Computes advantages from the parts of the reward; `token_rewards` are not used.
 
         Raises:
             UserError: `parts` names a part that the reward does not give for every trajectory.
@@ -623,22 +497,12 @@ class GiGPO(AdvantageEstimator):
         turns: TokenNumbers,
         states: TokenNumbers,
     ) -> tuple[Tokens, Tokens]:
-        """Compute the sum of both comparisons for each turn.
-
-        Args:
-            token_rewards: reward of each token, float32, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-            group_ids: equal for trajectories of the same prompt, shape (batch,).
-            turns: number of the turn that each token belongs to, int64, shape (batch, response).
-            states: equal for tokens whose turns follow the same text, int64, shape (batch, response).
-
-        Returns:
-            Advantages and returns, which are equal, shape (batch, response), 0 where masked.
-        """
+        """Computes the sum of both comparisons for each turn."""
         groups, by_turn = Groups(group_ids), Turns(turns, mask)
         episodes = relative_to_group(sequence_sum(token_rewards, mask), groups, self.norm_by_std, self.epsilon)
         returns = rewards_to_go(by_turn.sum(token_rewards), by_turn.mask, self.gamma)
         exists, followed = by_turn.mask > 0, by_turn.first(states)
+        # one number for each pair of prompt and state
         same = Groups((groups.index[:, None] * (followed.max() + 1) + followed)[exists])
         steps = returns.new_zeros(returns.shape)
         steps[exists] = relative_to_group(returns[exists], same, self.norm_by_std, self.epsilon)

@@ -15,5 +15,7 @@ class Algorithm(Options):
     """An algorithm whose fields are its configuration."""
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """Names of the arguments that this algorithm takes in addition to the common ones. They decide which stages an
-    iteration runs: ``values`` requires a critic, ``ref_log_probs`` a reference, and so on."""
+    """Names of the arguments that this algorithm takes in addition to the common ones.
+
+    They decide which stages an iteration runs: ``values`` requires a critic, ``ref_log_probs`` a reference, and so on.
+    """

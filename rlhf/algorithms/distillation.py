@@ -1,4 +1,4 @@
-"""On-policy distillation: what a teacher thinks of the tokens that the policy drew."""
+"""On-policy distillation: a teacher's opinion of the tokens that the policy drew."""
 
 from __future__ import annotations
 
@@ -30,15 +30,6 @@ class Distillation(Algorithm):
     needs: ClassVar[tuple[str, ...]] = ("old_log_probs", "teacher_log_probs")
 
     def __call__(self, log_probs: Tokens, teacher_log_probs: Tokens, mask: Tokens) -> Tokens:
-        """Compute what to add to the advantages.
-
-        Args:
-            log_probs: log-probs of the tokens under the policy that drew them, in nats, shape (batch, response).
-            teacher_log_probs: log-probs of the same tokens under the teacher, in nats, same shape.
-            mask: 1 for tokens that the policy wrote, 0 for the rest, same shape.
-
-        Returns:
-            One number per token, same shape, 0 where masked.
-        """
+        """Computes the numbers to add to the advantages. `log_probs` are those of the policy that drew the tokens."""
         difference = (teacher_log_probs - log_probs).where(mask > 0, 0.0)
         return self.coef * (difference - difference.sum() / mask.sum().clamp(min=1)) * mask

@@ -1,4 +1,4 @@
-"""Off-policy learning from answers of experts."""
+"""Off-policy learning from experts' answers."""
 
 from __future__ import annotations
 
@@ -33,18 +33,10 @@ class LUFFY(Algorithm):
     )
     needs: ClassVar[tuple[str, ...]] = ("old_log_probs",)
     compares: ClassVar[bool] = True
-    """Whether an expert's answers belong to the group of their prompt."""
+    """True: an expert's answers belong to the group of their prompt."""
 
     def weights(self, old_log_probs: Tokens, mask: Tokens) -> Tokens:
-        """Compute the weights of an expert's tokens in the policy loss.
-
-        Args:
-            old_log_probs: log-probs of the tokens under the policy before the update, in nats, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-        Returns:
-            One weight per token, same shape, 0 where masked.
-        """
+        """Computes the weights of an expert's tokens in the policy loss, from their log-probs before the update."""
         probs = old_log_probs.where(mask > 0, 0.0).exp()
         return mask * (probs if self.gamma is None else self.gamma * probs / (probs + self.gamma).square())
 
@@ -62,18 +54,10 @@ class SupervisedExperts(Algorithm):
     coef: float = Field(0.1, gt=0, description="weight of the supervised loss beside the policy loss")
     needs: ClassVar[tuple[str, ...]] = ("old_log_probs",)
     compares: ClassVar[bool] = False
-    """Whether an expert's answers belong to the group of their prompt."""
+    """False: an expert's answers do not belong to the group of their prompt."""
 
     def weights(self, old_log_probs: Tokens, mask: Tokens) -> Tokens:
-        """Compute the weights of an expert's tokens in the policy loss.
-
-        Args:
-            old_log_probs: log-probs of the tokens under the policy before the update, in nats, shape (batch, response).
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-        Returns:
-            `coef` for each token, same shape, 0 where masked.
-        """
+        """Returns `coef` for each token, 0 where masked."""
         return mask * self.coef
 
 

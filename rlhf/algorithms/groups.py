@@ -15,86 +15,38 @@ class Groups:
     """
 
     def __init__(self, group_ids: Int[Tensor, " batch"]) -> None:
-        """Find the groups.
-
-        Args:
-            group_ids: equal for trajectories of the same prompt, shape (batch,).
-        """
+        """Finds the groups; `group_ids` are equal for trajectories of the same prompt."""
         self.index: Int[Tensor, " batch"]
         _, self.index = group_ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         self.size: Int[Tensor, " batch"] = self.index.bincount()[self.index]
         self.alone: Bool[Tensor, " batch"] = self.size == 1
 
     def sum(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Sum over the group.
-
-        Args:
-            x: one value per trajectory, shape (batch,).
-
-        Returns:
-            For each trajectory, the sum over its group, shape (batch,).
-        """
+        """Sums over the group."""
         return x.new_zeros(len(x)).index_add(0, self.index, x)[self.index]
 
     def mean(
         self, x: Float[Tensor, " batch"], weights: Float[Tensor, " batch"] | None = None
     ) -> Float[Tensor, " batch"]:
-        """Average over the group. The mean of equal values is exactly their value: what rounding would leave of the
-        difference becomes large when it is divided by a standard deviation that is nothing but rounding, too.
-
-        Args:
-            x: one value per trajectory, shape (batch,).
-            weights: weight of each trajectory, shape (batch,); None: all count the same.
-
-        Returns:
-            For each trajectory, the mean over its group, shape (batch,).
-        """
+        """Averages over the group. The mean of equal values is exactly their value."""
         total, count = (x, self.size) if weights is None else (weights * x, self.sum(weights).clamp(min=1.0))
+        # a rounding error becomes large when it is divided by a standard deviation that is only rounding, too
         return (self.sum(total) / count).where(self.differ(x), x)
 
     def std(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Compute the Bessel-corrected standard deviation of the group.
-
-        Args:
-            x: one value per trajectory, shape (batch,).
-
-        Returns:
-            For each trajectory, the standard deviation of its group, shape (batch,); 0 for a group of one.
-        """
+        """Computes the Bessel-corrected standard deviation of the group; 0 for a group of one."""
         return (self.sum((x - self.mean(x)) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
 
     def max(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Find the largest value of the group.
-
-        Args:
-            x: one value per trajectory, shape (batch,).
-
-        Returns:
-            For each trajectory, the largest value of its group, shape (batch,).
-        """
+        """Finds the maximum of the group."""
         return x.new_zeros(len(x)).scatter_reduce(0, self.index, x, "amax", include_self=False)[self.index]
 
     def min(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-        """Find the smallest value of the group.
-
-        Args:
-            x: one value per trajectory, shape (batch,).
-
-        Returns:
-            For each trajectory, the smallest value of its group, shape (batch,).
-        """
+        """Finds the minimum of the group."""
         return -self.max(-x)
 
     def rank(self, x: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        """Number the trajectories of the group from the largest value to the smallest. Of equal values, the one that
-        comes first in the batch has the lower number.
-
-        Args:
-            x: one value per trajectory, shape (batch,).
-
-        Returns:
-            For each trajectory its number in its group, from 0, shape (batch,).
-        """
+        """Ranks the trajectories of the group from 0 by descending value; of equal values, the first one wins."""
         order = x.argsort(stable=True, descending=True)
         order = order[self.index[order].argsort(stable=True)]
         sizes = self.index.bincount()
@@ -104,12 +56,5 @@ class Groups:
         return ranks
 
     def differ(self, x: Float[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
-        """Tell whether the group has different values; comparing equal values teaches nothing.
-
-        Args:
-            x: one value per trajectory, shape (batch,).
-
-        Returns:
-            For each trajectory, whether the values of its group differ, bool, shape (batch,); False for a group of one.
-        """
+        """Returns True where the group has different values: comparing equal values teaches nothing."""
         return self.max(x) > self.min(x)

@@ -52,6 +52,7 @@ def kl_divergence(
     if estimator.endswith("+"):
         value = _estimate(delta.detach(), estimator.removesuffix("+"))
         squared = 0.5 * delta.square()
+        # straight-through: the number is `value`, the gradient that of k2
         return squared - squared.detach() + value
     return _estimate(delta, estimator)
 
@@ -63,6 +64,7 @@ def _estimate(delta: Float[Tensor, "batch response"], estimator: str) -> Float[T
         return delta.abs()
     if estimator == "k2":
         return 0.5 * delta.square()
+    # as in the published code, so that a single outlier cannot overflow
     delta = delta.clamp(-20.0, 20.0)
     return ((-delta).exp() - 1.0 + delta).clamp(-10.0, 10.0)
 
@@ -87,16 +89,7 @@ class AdaptiveCoefficient(Options):
     horizon: int = Field(10_000, gt=0, description="trajectories over which the coefficient adapts")
 
     def __call__(self, coefficient: float, kl: float, trajectories: int) -> float:
-        """Compute the next coefficient.
-
-        Args:
-            coefficient: the current coefficient.
-            kl: measured KL per token, in nats.
-            trajectories: number of trajectories of the iteration.
-
-        Returns:
-            The coefficient of the next iteration.
-        """
+        """Computes the next coefficient from the measured KL per token, in nats."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return coefficient * (1.0 + error * trajectories / self.horizon)
 

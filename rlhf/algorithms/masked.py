@@ -32,18 +32,11 @@ class LossNormalizers:
     sequences: int
     """Number of trajectories with at least one unmasked token."""
     horizon: int
-    """Length in tokens by which `seq-mean-token-sum-norm` divides; by default that of the longest response."""
+    """Length in tokens by which `seq-mean-token-sum-norm` divides; by default the longest response's."""
 
     @classmethod
     def of(cls, mask: Num[Tensor, "batch response"]) -> LossNormalizers:
-        """Count a whole mini-batch.
-
-        Args:
-            mask: 1 for tokens that count in the loss, 0 for the rest, shape (batch, response).
-
-        Returns:
-            The counts, with the width of the mask as `horizon`.
-        """
+        """Counts a whole mini-batch, with the width of the mask as `horizon`."""
         return cls(
             tokens=int(mask.sum().item()), sequences=int((mask.sum(-1) > 0).sum().item()), horizon=mask.shape[-1]
         )
@@ -52,16 +45,7 @@ class LossNormalizers:
 def masked_mean(
     x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"], normalizers: LossNormalizers
 ) -> Float[Tensor, ""]:
-    """Compute a micro-batch's contribution to the mean over the unmasked tokens of its mini-batch.
-
-    Args:
-        x: values, shape (batch, response).
-        mask: 1 for tokens that count, 0 for the rest, same shape.
-        normalizers: counts over the whole mini-batch.
-
-    Returns:
-        A scalar, 0 if the mini-batch has no unmasked token.
-    """
+    """Computes a micro-batch's contribution to the mean over the mini-batch's unmasked tokens; 0 if it has none."""
     return x.where(mask > 0, 0.0).sum() / (normalizers.tokens + EPSILON)
 
 
@@ -106,45 +90,21 @@ def aggregate(
 
 
 def sequence_sum(x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"]) -> Float[Tensor, " batch"]:
-    """Sum over the unmasked tokens of each trajectory.
-
-    Args:
-        x: values, shape (batch, response).
-        mask: 1 for tokens that count, 0 for the rest, same shape.
-
-    Returns:
-        One sum per trajectory, shape (batch,).
-    """
+    """Sums over the unmasked tokens of each trajectory."""
     return x.where(mask > 0, 0.0).sum(-1)
 
 
 def sequence_mean(x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"]) -> Float[Tensor, " batch"]:
-    """Average over the unmasked tokens of each trajectory.
-
-    Args:
-        x: values, shape (batch, response).
-        mask: 1 for tokens that count, 0 for the rest, same shape.
-
-    Returns:
-        One mean per trajectory, shape (batch,), 0 without unmasked tokens.
-    """
+    """Averages over the unmasked tokens of each trajectory; 0 without any."""
     return sequence_sum(x, mask) / (mask.sum(-1) + EPSILON)
 
 
 def whiten(
     x: Float[Tensor, "batch response"], mask: Float[Tensor, "batch response"]
 ) -> Float[Tensor, "batch response"]:
-    """Shift and scale to zero mean and unit variance over unmasked positions (Bessel-corrected variance).
-
-    Args:
-        x: values, shape (batch, response).
-        mask: 1 for tokens that count, 0 for the rest, same shape.
-
-    Returns:
-        The whitened values, same shape, 0 where masked, and everywhere if the unmasked values are equal: rounding
-        would leave a rest of each, which the division makes large.
-    """
+    """Shifts and scales to zero mean and unit variance over unmasked positions (Bessel-corrected); 0 where masked."""
     unmasked = x[mask > 0]
+    # equal values leave only rounding errors, which the division would make large
     if (unmasked == unmasked[:1]).all():
         return x.new_zeros(x.shape)
     count = mask.sum()

@@ -40,8 +40,7 @@ class Objective(Protocol):
 
     @property
     def selection(self) -> Selection | None:
-        """A function that computes the column `selected` from the outputs and columns of a whole mini-batch; the engine
-        adds this column to each micro-batch. None: no such column."""
+        """Computes the column `selected` of a whole mini-batch from its outputs and columns; None: no such column."""
         ...
 
     @property
@@ -55,12 +54,11 @@ class Objective(Protocol):
         ...
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
-        """Compute a micro-batch's contribution to the loss and metrics of its mini-batch.
+        """Computes a micro-batch's contribution to the loss and metrics of its mini-batch.
 
         Args:
             outputs: per-token model outputs by name, float32, shape (micro-batch, response).
             batch: per-token columns by name, float32, same shape.
-            normalizers: counts over the whole mini-batch.
 
         Returns:
             The loss and the metrics by name, scalars. They add up over the micro-batches of a mini-batch.
@@ -80,10 +78,10 @@ class ActorObjective:
     kl_estimator: Estimator
     entropy_coef: float
     on_policy: bool
-    """Whether there are no old log-probs, because the update is a single pass over a single mini-batch, starting from
-    the actor that generated it; the ratio is then 1 and only its gradient matters."""
+    """True if there are no old log-probs: the update is a single pass over a single mini-batch, starting from the actor
+    that generated it. The ratio is then 1 and only its gradient matters."""
     weighted: bool = False
-    """Whether the batch has token weights from rollout correction."""
+    """True if the batch has token weights from rollout correction."""
     horizon: int | None = None
     """Maximum response length in tokens, for `seq-mean-token-sum-norm`; None: the longest of the mini-batch."""
     together: int = 1
@@ -91,14 +89,14 @@ class ActorObjective:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns that the objective reads; see `Objective.columns`."""
+        """See `Objective.columns`."""
         needs = [name for name in self.policy_loss.needs if name != "old_log_probs" or not self.on_policy]
         ref = ("ref_log_probs",) if self.kl_in_loss is not None else ()
         return ("loss_mask", "advantages", *needs, *ref, *(("rollout_is_weights",) if self.weighted else ()))
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the model outputs that the objective reads; see `Objective.outputs`."""
+        """See `Objective.outputs`."""
         return ("log_probs", "entropy") if self.entropy_coef else ("log_probs",)
 
     @property
@@ -107,18 +105,10 @@ class ActorObjective:
         return self._select if isinstance(self.policy_loss, SelectingLoss) else None
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
-        """Compute the actor's loss and metrics of a micro-batch; see `Objective.__call__`.
+        """Computes the actor's loss and metrics of a micro-batch; see `Objective.__call__`.
 
-        Args:
-            outputs: `log_probs`, and `entropy` if `entropy_coef` is not 0, in nats, float32, shape (micro-batch,
-                response).
-            batch: the columns that `columns` names, same shape. A `SelectingLoss` also reads `selected`; without it, it
-                selects tokens by comparing those of the micro-batch only.
-            normalizers: counts over the whole mini-batch; `horizon` of the objective replaces theirs if it is set.
-
-        Returns:
-            The loss and the metrics by name, scalars: `actor/pg_loss`, the metrics of the policy loss, and if they are
-            configured, `actor/entropy_loss` and `actor/kl_loss`.
+        A `SelectingLoss` also reads the column `selected`; without it, it selects by comparing the micro-batch's tokens
+        only.
         """
         mask, log_probs, how = batch["loss_mask"], outputs["log_probs"], self.policy_loss.how
         if self.horizon is not None:
@@ -146,7 +136,7 @@ class ActorObjective:
         return selected.to(mask.dtype)
 
     def _old(self, log_probs: Tokens, batch: Outputs) -> Tokens:
-        """Return the old log-probs; on policy, or for a loss without a ratio, the current ones."""
+        """Returns the old log-probs; on policy, or for a loss without a ratio, the current ones."""
         return batch.get("old_log_probs", log_probs.detach())
 
 
@@ -169,16 +159,7 @@ class CriticObjective:
     prefix: str = "critic"
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
-        """Compute the critic's loss and metrics of a micro-batch; see `Objective.__call__`.
-
-        Args:
-            outputs: `values`, the current values, float32, shape (micro-batch, response).
-            batch: `loss_mask`, `returns` and `values`, the values before the update, same shape.
-            normalizers: counts over the whole mini-batch.
-
-        Returns:
-            The loss and the metrics by name, scalars: `vf_loss`, `vf_clipfrac` and `vpred_mean` after the prefix.
-        """
+        """Computes the loss from `values` before the update and current ones; see `Objective.__call__`."""
         mask, predicted = batch["loss_mask"], outputs["values"]
         error = squared = (predicted - batch["returns"]).square()
         if self.cliprange_value is not None:
@@ -203,16 +184,7 @@ class SupervisedObjective:
     prefix: str = "actor"
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
-        """Compute the loss of a micro-batch; see `Objective.__call__`.
-
-        Args:
-            outputs: `log_probs` in nats, float32, shape (micro-batch, response).
-            batch: `loss_mask`, same shape.
-            normalizers: counts over the whole mini-batch.
-
-        Returns:
-            The loss, a scalar in nats per token, and the metric `sft/loss`, which is equal to it.
-        """
+        """Computes the loss of a micro-batch, in nats per token; see `Objective.__call__`."""
         loss = aggregate(-outputs["log_probs"], batch["loss_mask"], "token-mean", normalizers)
         return loss, {"sft/loss": loss}
 
@@ -235,15 +207,9 @@ class PreferenceObjective:
     prefix: str = "reward"
 
     def __call__(self, outputs: Outputs, batch: Outputs, normalizers: LossNormalizers) -> Share:
-        """Compute the loss and metrics of a micro-batch of pairs; see `Objective.__call__`.
+        """Computes the loss and metrics of a micro-batch of pairs, the chosen response first; see `Objective.__call__`.
 
-        Args:
-            outputs: `scores`, float32, shape (micro-batch, response). The chosen response of each pair comes first.
-            batch: `loss_mask`, same shape, 1 for the one token of each row whose score counts.
-            normalizers: counts over the whole mini-batch; `sequences` is twice the number of pairs.
-
-        Returns:
-            The loss in nats and the metrics by name, scalars: `reward/loss`, `reward/accuracy` and `reward/margin`.
+        `normalizers.sequences` is twice the number of pairs.
         """
         scores = sequence_sum(outputs["scores"], batch["loss_mask"])
         margin, pairs = scores[0::2] - scores[1::2], normalizers.sequences / 2

@@ -32,26 +32,16 @@ class AdamW(Options):
 
     @staticmethod
     def build(*groups: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Build the torch optimizer, which updates many tensors in one kernel; its options are set before each step
-        (`set`).
+        """Builds the torch optimizer, without state; its options are set before each step (`set`).
 
-        Args:
-            groups: the trainable parameters; one kernel does not mix groups.
-
-        Returns:
-            The optimizer, without state.
+        It updates many tensors in one kernel, which does not mix `groups`.
         """
         from torch.optim import AdamW
 
         return AdamW([{"params": list(group)} for group in groups], fused=True)
 
     def set(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
-        """Set the options of the next step.
-
-        Args:
-            optimizer: the torch optimizer, changed in place.
-            lr: learning rate.
-        """
+        """Sets the options of the next step."""
         for group in optimizer.param_groups:
             group["lr"], group["betas"], group["weight_decay"] = lr, self.betas, self.weight_decay
 

@@ -2,6 +2,9 @@
 
 Notation: :math:`\\rho = \\pi / \\pi_{old}` is the ratio of a token, A its advantage. Log-ratios are clamped to ±20
 before exponentiation to avoid overflow.
+
+Unless a docstring says otherwise, tensors are float32 of shape (batch, response), log-probs are in nats, and `mask` is
+1 for tokens that count in the loss, 0 for the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ Tokens = Float[Tensor, "batch response"]
 Flags = Bool[Tensor, "batch response"]
 Scalar = Float[Tensor, ""]
 Metrics = Mapping[str, Tokens | Flags]
-"""By name; of flags, the share is shown."""
+"""Per-token metrics by name; of flags, the share is shown."""
 
 
 class PolicyLossBase(Algorithm):
@@ -48,15 +51,13 @@ class PolicyLossBase(Algorithm):
         *,
         rollout_is_weights: Tokens | None = None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
-        """Compute a micro-batch's contribution to the loss and metrics of its mini-batch.
+        """Computes a micro-batch's contribution to the loss and metrics of its mini-batch.
 
         Args:
-            log_probs: current log-probs of the response tokens in nats, float32, shape (batch, response).
-            old_log_probs: log-probs before the update, in nats, same shape.
-            advantages: advantage of each token, same shape.
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
+            log_probs: current log-probs of the response tokens.
+            old_log_probs: log-probs before the update.
             normalizers: counts over the whole mini-batch.
-            rollout_is_weights: weight by which each token's loss is multiplied, same shape; None: no weights.
+            rollout_is_weights: weight by which each token's loss is multiplied; None: no weights.
 
         Returns:
             The loss and the metrics by name, scalars. They add up over the micro-batches of a mini-batch.
@@ -72,18 +73,7 @@ class PolicyLossBase(Algorithm):
         normalizers: LossNormalizers,
         weights: Tokens | None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
-        """Reduce per-token losses and metrics to scalars.
-
-        Args:
-            loss: loss of each token, float32, shape (batch, response).
-            metrics: per-token metrics by name, same shape.
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-            normalizers: counts over the whole mini-batch.
-            weights: weight by which each token's loss is multiplied, same shape; None: no weights.
-
-        Returns:
-            The loss and the metrics by name, scalars.
-        """
+        """Reduces per-token losses, multiplied by `weights` if given, and per-token metrics to scalars."""
         if weights is not None:
             loss = loss * weights
         return aggregate(loss, mask, self.how, normalizers), means(metrics, mask, normalizers)
@@ -91,24 +81,13 @@ class PolicyLossBase(Algorithm):
     @property
     @abstractmethod
     def how(self) -> Aggregation:
-        """How token losses are reduced to a scalar."""
+        """The reduction of token losses to a scalar."""
 
     @abstractmethod
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Compute the loss and the metrics of each token.
-
-        Args:
-            log_probs: current log-probs of the response tokens in nats, float32, shape (batch, response).
-            old_log_probs: log-probs before the update, in nats, same shape.
-            advantages: advantage of each token, same shape.
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-        Returns:
-            The per-token loss, and per-token metrics by name, all of shape (batch, response). Metrics are averaged
-            over the unmasked tokens.
-        """
+        """Computes the loss and the metrics of each token. Metrics are averaged over the unmasked tokens."""
 
 
 class TokenLoss(PolicyLossBase):
@@ -148,20 +127,10 @@ class SelectingLoss(TokenLoss):
         rollout_is_weights: Tokens | None = None,
         selected: Flags | None = None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
-        """Compute a micro-batch's contribution to the loss and metrics of its mini-batch.
+        """Computes a micro-batch's contribution to the loss and metrics of its mini-batch; see `PolicyLossBase`.
 
         Args:
-            log_probs: see `PolicyLossBase`.
-            old_log_probs: see `PolicyLossBase`.
-            advantages: see `PolicyLossBase`.
-            mask: see `PolicyLossBase`.
-            normalizers: see `PolicyLossBase`.
-            rollout_is_weights: see `PolicyLossBase`.
-            selected: the selected tokens, bool, shape (batch, response); None: select them here, treating the
-                micro-batch as the whole mini-batch.
-
-        Returns:
-            The loss and the metrics by name, scalars.
+            selected: the selected tokens; None: select them here, treating the micro-batch as the whole mini-batch.
         """
         if selected is None:
             selected = self.select(log_probs, old_log_probs, advantages, mask, log_probs.new_zeros(log_probs.shape))
@@ -173,57 +142,23 @@ class SelectingLoss(TokenLoss):
     def select(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens, noise: Tokens
     ) -> Flags:
-        """Select tokens of a whole mini-batch.
-
-        Args:
-            log_probs: current log-probs of the response tokens in nats, float32, shape (batch, response).
-            old_log_probs: log-probs before the update, in nats, same shape.
-            advantages: advantage of each token, same shape.
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-            noise: uniform in [0, 1), same shape; used by losses that select at random.
-
-        Returns:
-            The selected tokens, bool, shape (batch, response).
-        """
+        """Selects tokens of a whole mini-batch. `noise` is uniform in [0, 1), for losses that select at random."""
 
     @abstractmethod
     def treat(self, loss: Tokens, metrics: Metrics, log_ratio: Tokens, selected: Flags) -> tuple[Tokens, Metrics]:
-        """Apply the special treatment to the selected tokens.
-
-        Args:
-            loss: loss of each token, float32, shape (batch, response).
-            metrics: per-token metrics by name, same shape.
-            log_ratio: log of the ratio of each token, in nats, same shape.
-            selected: the selected tokens, bool, same shape.
-
-        Returns:
-            The changed per-token loss and per-token metrics.
-        """
+        """Applies the special treatment to the loss and the metrics of the selected tokens."""
 
 
 def means(metrics: Metrics, mask: Tokens, normalizers: LossNormalizers) -> dict[str, Scalar]:
-    """Average per-token metrics over the unmasked tokens.
+    """Averages per-token metrics over the unmasked tokens, without gradient.
 
-    Args:
-        metrics: per-token metrics by name, shape (batch, response).
-        mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-        normalizers: counts over the whole mini-batch.
-
-    Returns:
-        Scalars by name, without gradient. They add up over the micro-batches of a mini-batch.
+    The results add up over the micro-batches of a mini-batch.
     """
     return {name: masked_mean(value.detach().to(mask.dtype), mask, normalizers) for name, value in metrics.items()}
 
 
 def ratio_of(log_ratio: Tokens) -> Tokens:
-    """Exponentiate log-ratios.
-
-    Args:
-        log_ratio: log of the ratio of each token, in nats, shape (batch, response); clamped to ± `MAX_LOG_RATIO`.
-
-    Returns:
-        The ratios, same shape.
-    """
+    """Exponentiates log-ratios, clamped to ± `MAX_LOG_RATIO`."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -246,7 +181,7 @@ class PPOClip(TokenLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Compute the surrogate with both clips; see `PolicyLossBase.token_losses`.
+        """Computes the surrogate with both clips; see `PolicyLossBase.token_losses`.
 
         The metrics are `pg_clipfrac`, `pg_clipfrac_lower` (dual clip) and `ppo_kl`, in nats.
         """
@@ -282,9 +217,10 @@ class GSPO(SequenceLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Compute the clipped surrogate with the ratio of the whole response; see `PolicyLossBase.token_losses`."""
+        """Computes the clipped surrogate with the ratio of the whole response; see `PolicyLossBase.token_losses`."""
         log_ratio = log_probs - old_log_probs
         sequence = sequence_sum(log_ratio, mask) / mask.sum(-1).clamp(min=1.0)
+        # the number is the sequence's ratio, the gradient that of the token
         ratio = (log_probs - log_probs.detach() + sequence.detach()[:, None]).clamp(max=10.0).exp()
         plain = -ratio * advantages
         clipped = -ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high) * advantages
@@ -309,7 +245,7 @@ class GPGLoss(TokenLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Compute the REINFORCE loss, without old log-probs and metrics; see `PolicyLossBase.token_losses`."""
+        """Computes the REINFORCE loss, without old log-probs and metrics; see `PolicyLossBase.token_losses`."""
         return -log_probs * advantages, {}
 
 
@@ -329,7 +265,7 @@ class CISPO(TokenLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Weight the REINFORCE loss by the clipped, detached ratio; see `PolicyLossBase.token_losses`."""
+        """Weights the REINFORCE loss by the clipped, detached ratio; see `PolicyLossBase.token_losses`."""
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.detach().exp()
         weight = ratio.clamp(1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high)
@@ -365,7 +301,7 @@ class GMPO(SequenceLoss):
         *,
         rollout_is_weights: Tokens | None = None,
     ) -> tuple[Scalar, dict[str, Scalar]]:
-        """Compute the loss from the geometric mean of the clipped ratios; see `PolicyLossBase.__call__`."""
+        """Computes the loss from the geometric mean of the clipped ratios; see `PolicyLossBase.__call__`."""
         exponents, metrics = self.token_losses(log_probs, old_log_probs, advantages, mask)
         loss = -sequence_mean(advantages, mask) * sequence_mean(exponents, mask).exp()
         if rollout_is_weights is not None:
@@ -375,7 +311,7 @@ class GMPO(SequenceLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        r"""Compute the exponents :math:`\ell_t` in place of losses; see `PolicyLossBase.token_losses`."""
+        r"""Computes the exponents :math:`\ell_t` in place of losses; see `PolicyLossBase.token_losses`."""
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         clipped = log_ratio.clamp(-self.clip_ratio_low, self.clip_ratio_high)
         sign = advantages.sign()
@@ -402,7 +338,7 @@ class SAPO(SequenceLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Weight the advantages by the gate; the clip metrics are always 0; see `PolicyLossBase.token_losses`."""
+        """Weights the advantages by the gate; the clip metrics are always 0; see `PolicyLossBase.token_losses`."""
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         tau = mask.new_full(mask.shape, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         gate = (tau * (log_ratio.exp() - 1.0)).sigmoid() * (4.0 / tau)
@@ -421,21 +357,12 @@ class DPPO(TokenLoss):
 
     @abstractmethod
     def inside(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens) -> Flags:
-        """Find the tokens that are inside the trust region, or that the advantage pushes back to it.
-
-        Args:
-            log_probs: current log-probs of the response tokens in nats, float32, shape (batch, response).
-            old_log_probs: log-probs before the update, in nats, same shape.
-            advantages: advantage of each token, same shape.
-
-        Returns:
-            The tokens that keep their gradient, bool, shape (batch, response).
-        """
+        """Finds the tokens that keep their gradient: inside the trust region, or pushed back to it by the advantage."""
 
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Compute the loss with truncated ratios, 0 where not `inside`; see `PolicyLossBase.token_losses`."""
+        """Computes the loss with truncated ratios, 0 where not `inside`; see `PolicyLossBase.token_losses`."""
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.detach().exp()
         inside = self.inside(log_probs.detach(), old_log_probs, advantages)
@@ -460,7 +387,7 @@ class DPPOTV(DPPO):
     clip_ratio_high: float = Field(0.15, gt=0, description="how far the probability may rise")
 
     def inside(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens) -> Flags:
-        """Bound the change of each token's probability; see `DPPO.inside`."""
+        """Bounds the change of each token's probability; see `DPPO.inside`."""
         moved = log_probs.exp() - old_log_probs.exp()
         return (moved <= self.clip_ratio_high).where(advantages > 0, moved >= -self.clip_ratio_low)
 
@@ -481,7 +408,7 @@ class DPPOKL(DPPO):
     clip_ratio_high: float = Field(0.05, gt=0, description="largest divergence, in nats, where the probability rises")
 
     def inside(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens) -> Flags:
-        """Bound the binary KL divergence of each token; see `DPPO.inside`."""
+        """Bounds the binary KL divergence of each token; see `DPPO.inside`."""
         prob, old = log_probs.exp(), old_log_probs.exp()
         others = ((1.0 - old + EPSILON) / (1.0 - prob + EPSILON)).log()
         divergence = old * (old_log_probs - log_probs) + (1.0 - old) * others
@@ -510,7 +437,7 @@ class ClipCov(SelectingLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Compute PPO's clipped surrogate, without the dual clip; see `PolicyLossBase.token_losses`."""
+        """Computes PPO's clipped surrogate, without the dual clip; see `PolicyLossBase.token_losses`."""
         log_ratio = log_probs - old_log_probs
         plain, clipped = self._surrogates(log_ratio, advantages)
         return plain.maximum(clipped), {"ppo_kl": -log_ratio}
@@ -518,14 +445,14 @@ class ClipCov(SelectingLoss):
     def select(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens, noise: Tokens
     ) -> Flags:
-        """Draw tokens by `noise` among those that qualify by covariance; see `SelectingLoss.select`."""
+        """Draws tokens by `noise` among those that qualify by covariance; see `SelectingLoss.select`."""
         plain, clipped = self._surrogates(log_probs - old_log_probs, advantages)
         cov = covariance(log_probs, advantages, mask)
         candidates = (mask > 0) & (clipped <= plain) & (cov > self.clip_cov_lb) & (cov < self.clip_cov_ub)
         return largest(noise, candidates, max(int(self.clip_cov_ratio * mask.sum().item()), 1))
 
     def treat(self, loss: Tokens, metrics: Metrics, log_ratio: Tokens, selected: Flags) -> tuple[Tokens, Metrics]:
-        """Set the loss of the selected tokens to 0; their share is `pg_clipfrac`; see `SelectingLoss.treat`."""
+        """Sets the loss of the selected tokens to 0; their share is `pg_clipfrac`; see `SelectingLoss.treat`."""
         return loss.where(~selected, 0.0), {**metrics, "pg_clipfrac": selected}
 
     def _surrogates(self, log_ratio: Tokens, advantages: Tokens) -> tuple[Tokens, Tokens]:
@@ -549,20 +476,19 @@ class KLCov(SelectingLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Compute the surrogate without clipping; see `PolicyLossBase.token_losses`. `ppo_kl` is the absolute
-        log-ratio."""
+        """Computes the surrogate without clipping. `ppo_kl` is the absolute log-ratio."""
         log_ratio = log_probs - old_log_probs
         return -ratio_of(log_ratio) * advantages, {"ppo_kl": log_ratio.abs()}
 
     def select(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens, noise: Tokens
     ) -> Flags:
-        """Select the tokens of largest covariance; `noise` is not used; see `SelectingLoss.select`."""
+        """Selects the tokens of largest covariance; `noise` is not used; see `SelectingLoss.select`."""
         count = max(int(self.kl_cov_ratio * mask.sum().item()), 1)
         return largest(covariance(log_probs, advantages, mask), mask > 0, count)
 
     def treat(self, loss: Tokens, metrics: Metrics, log_ratio: Tokens, selected: Flags) -> tuple[Tokens, Metrics]:
-        """Add the KL term to the loss of the selected tokens; see `SelectingLoss.treat`."""
+        """Adds the KL term to the loss of the selected tokens; see `SelectingLoss.treat`."""
         return (loss + self.ppo_kl_coef * log_ratio.abs()).where(selected, loss), metrics
 
 
@@ -578,21 +504,15 @@ class DRO(TokenLoss):
     def token_losses(
         self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
     ) -> tuple[Tokens, Metrics]:
-        """Compute the REINFORCE loss plus the quadratic penalty on the log-ratio; see `PolicyLossBase.token_losses`."""
+        """Computes the REINFORCE loss plus the quadratic penalty on the log-ratio."""
         log_ratio = log_probs - old_log_probs
         return 0.5 * self.dro_beta * log_ratio.square() - log_probs * advantages, {"ppo_kl": -log_ratio}
 
 
 def covariance(log_probs: Tokens, advantages: Tokens, mask: Tokens) -> Tokens:
-    """Compute each token's term of the covariance of log-prob and advantage over the mini-batch.
+    """Computes each token's term of the covariance of log-prob and advantage over the mini-batch.
 
-    Args:
-        log_probs: log-probs of the response tokens in nats, float32, shape (batch, response).
-        advantages: advantage of each token, same shape.
-        mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-    Returns:
-        The product of the deviations of log-prob and advantage from their means, shape (batch, response).
+    It is the product of their deviations from their means.
     """
     log_probs, normalizers = log_probs.detach(), LossNormalizers.of(mask)
     return (advantages - masked_mean(advantages, mask, normalizers)) * (
@@ -601,16 +521,7 @@ def covariance(log_probs: Tokens, advantages: Tokens, mask: Tokens) -> Tokens:
 
 
 def largest(x: Tokens, candidates: Flags, count: int) -> Flags:
-    """Select the candidates with the largest values.
-
-    Args:
-        x: values to compare, shape (batch, response).
-        candidates: tokens that may be selected, bool, same shape.
-        count: number of tokens to select; all candidates if there are fewer.
-
-    Returns:
-        The selected tokens, bool, shape (batch, response).
-    """
+    """Selects the `count` candidates with the largest values, or all of them if there are fewer."""
     chosen = candidates.new_zeros(candidates.numel())
     count = min(count, int(candidates.sum().item()))
     chosen[x.masked_fill(~candidates, float("-inf")).flatten().topk(count).indices] = True

@@ -21,14 +21,6 @@ class OverlongPenalty(Options):
     factor: float = Field(1.0, gt=0, description="the penalty at the limit")
 
     def __call__(self, lengths: Float[Tensor, " batch"], max_response_tokens: int) -> Float[Tensor, " batch"]:
-        """Compute the penalty to add to each score.
-
-        Args:
-            lengths: response lengths in tokens, shape (batch,).
-            max_response_tokens: the limit on the response length.
-
-        Returns:
-            Penalties, 0 or negative, shape (batch,).
-        """
+        """Computes the penalty, 0 or negative, to add to each score; `lengths` are in tokens."""
         beyond = lengths - (max_response_tokens - self.buffer_tokens)
         return -self.factor * (beyond / self.buffer_tokens).clamp(0.0, 1.0)

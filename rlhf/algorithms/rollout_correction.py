@@ -48,15 +48,9 @@ class ImportanceWeights(Options):
         return self
 
     def __call__(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> Tokens:
-        """Compute the weight of each token.
+        """Computes the truncated or masked weight of each token, 0 where `mask` is 0.
 
-        Args:
-            old_log_probs: the trainer's log-probs in nats, float32, shape (batch, response).
-            rollout_log_probs: the rollout engine's log-probs in nats, same shape.
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-        Returns:
-            Truncated or masked weights, same shape, 0 where masked.
+        `old_log_probs` are the trainer's, `rollout_log_probs` the rollout engine's, both in nats.
         """
         weights = self.untruncated(old_log_probs, rollout_log_probs, mask)
         if self.lower is None:
@@ -66,23 +60,14 @@ class ImportanceWeights(Options):
         return weights / self._mean(weights, mask) if self.normalize else weights
 
     def untruncated(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> Tokens:
-        """Compute the weight of each token before truncation.
-
-        Args:
-            old_log_probs: the trainer's log-probs in nats, float32, shape (batch, response).
-            rollout_log_probs: the rollout engine's log-probs in nats, same shape.
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-        Returns:
-            Ratios of the tokens or of their trajectories, same shape, 0 where masked.
-        """
+        """Computes the weight of each token before truncation: the ratio of the token or of its trajectory."""
         log_ratio = (old_log_probs - rollout_log_probs).where(mask > 0, 0.0)
         if self.level == "sequence":
             log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
         return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * mask
 
     def _mean(self, weights: Tokens, mask: Tokens) -> Tensor:
-        """Average over tokens or trajectories; returns 1 if all weights are 0, so that dividing keeps them 0."""
+        """Averages over tokens or trajectories; returns 1 if all weights are 0, so that dividing keeps them 0."""
         if self.level == "token":
             mean = masked_mean(weights, mask, LossNormalizers.of(mask))
         else:
@@ -91,16 +76,7 @@ class ImportanceWeights(Options):
         return mean.where(mean > EPSILON, 1.0)
 
     def metrics(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> dict[str, Tensor]:
-        """Summarize the weights over the unmasked tokens, before they are scaled by `normalize`.
-
-        Args:
-            old_log_probs: the trainer's log-probs in nats, float32, shape (batch, response).
-            rollout_log_probs: the rollout engine's log-probs in nats, same shape.
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-        Returns:
-            Scalars by metric name.
-        """
+        """Summarizes the weights over the unmasked tokens, before they are scaled by `normalize`."""
         raw = self.untruncated(old_log_probs, rollout_log_probs, mask)
         weights = self.model_copy(update={"normalize": False})(old_log_probs, rollout_log_probs, mask)
         normalizers, unmasked = LossNormalizers.of(mask), mask > 0
@@ -142,16 +118,7 @@ class Rejection(Options):
         return self
 
     def __call__(self, old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Tokens) -> Tokens:
-        """Remove rejected tokens from the mask.
-
-        Args:
-            old_log_probs: the trainer's log-probs in nats, float32, shape (batch, response).
-            rollout_log_probs: the rollout engine's log-probs in nats, same shape.
-            mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-        Returns:
-            The mask, 0 for rejected tokens, same shape.
-        """
+        """Removes rejected tokens from the mask."""
         log_ratio = (old_log_probs - rollout_log_probs).where(mask > 0, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         over, _, kind = self.statistic.rpartition("_")
         divergence = {
@@ -174,7 +141,7 @@ class Rejection(Options):
 
 
 class RolloutCorrection(Options):
-    """How to reconcile the log-probs of the rollout engine with those of the trainer."""
+    """Reconciles the log-probs of the rollout engine with those of the trainer."""
 
     bypass: bool = Field(
         False, description="use the rollout's log-probs as the old ones and skip the old-log-prob stage"
@@ -200,15 +167,7 @@ class RolloutCorrection(Options):
 
 
 def effective_sample_size(weights: Tokens, mask: Tokens) -> Tensor:
-    r"""Compute :math:`(\operatorname{mean} w)^2 / \operatorname{mean}(w^2)`, the effective share of the tokens.
-
-    Args:
-        weights: weight of each token, float32, shape (batch, response).
-        mask: 1 for tokens that count in the loss, 0 for the rest, same shape.
-
-    Returns:
-        A scalar, 1 if all weights are equal.
-    """
+    r"""Computes :math:`(\operatorname{mean} w)^2 / \operatorname{mean}(w^2)`, the effective share of the tokens."""
     normalizers = LossNormalizers.of(mask)
     normalized = weights / (masked_mean(weights, mask, normalizers) + EPSILON)
     return 1.0 / masked_mean(normalized.square(), mask, normalizers).clamp(min=EPSILON)

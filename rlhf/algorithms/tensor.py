@@ -1,4 +1,4 @@
-"""`Tensor` for hints that are looked at at run time, in modules that import no torch: a config is read in a moment."""
+"""`Tensor` for hints that are inspected at run time, in modules that do not import torch, which takes long."""
 
 import sys
 from typing import TYPE_CHECKING

@@ -11,12 +11,7 @@ class Turns:
     """The turns of a batch. Values of turns have the shape (batch, turn), and are 0 for turns without tokens."""
 
     def __init__(self, turns: Int[Tensor, "batch response"], mask: Float[Tensor, "batch response"]) -> None:
-        """Find the turns.
-
-        Args:
-            turns: number of the turn that each token belongs to, in its trajectory, shape (batch, response).
-            mask: 1 for tokens that count, 0 for the rest, same shape. The others belong to no turn.
-        """
+        """Finds the turns, from the number of each token's turn in its trajectory; masked tokens belong to none."""
         self._of_token = mask > 0
         self._index = turns.where(self._of_token, 0)
         self._count = int(self._index.max()) + 1 if self._index.numel() else 0
@@ -24,25 +19,11 @@ class Turns:
         """1 for turns that have tokens, 0 for the rest."""
 
     def sum(self, x: Float[Tensor, "batch response"]) -> Float[Tensor, "batch turn"]:
-        """Sum over the tokens of each turn.
-
-        Args:
-            x: values of tokens, shape (batch, response).
-
-        Returns:
-            One sum per turn, shape (batch, turn).
-        """
+        """Sums over the tokens of each turn."""
         return x.new_zeros(len(x), self._count).scatter_add(1, self._index, x.where(self._of_token, 0.0))
 
     def first(self, x: Num[Tensor, "batch response"]) -> Num[Tensor, "batch turn"]:
-        """Find the value of the first token of each turn.
-
-        Args:
-            x: values of tokens, shape (batch, response).
-
-        Returns:
-            One value per turn, shape (batch, turn).
-        """
+        """Returns the value of the first token of each turn."""
         width = self._index.shape[1]
         positions = self._index.new_ones(self._index.shape).cumsum(-1) - 1
         places = self._index.new_full((len(x), self._count), width).scatter_reduce(
@@ -51,12 +32,5 @@ class Turns:
         return x.gather(1, places.clamp(max=width - 1)).where(self.mask > 0, 0)
 
     def of_tokens(self, x: Float[Tensor, "batch turn"]) -> Float[Tensor, "batch response"]:
-        """Give each token the value of its turn.
-
-        Args:
-            x: values of turns, shape (batch, turn).
-
-        Returns:
-            Values of tokens, shape (batch, response), 0 where masked.
-        """
+        """Gives each token the value of its turn, 0 where masked."""
         return x.gather(1, self._index).where(self._of_token, 0.0)

@@ -1,7 +1,7 @@
-"""The engines that a config can choose: the options of each, and the facts about it that others read.
+"""The engines that a config can choose: the options of each, and facts about it that other modules read.
 
-`type` chooses the engine, and a key that belongs to another engine is refused. `rlhf/train/build.py` and
-`rlhf/rollout/build.py` build what is chosen here.
+`type` chooses the engine, and a key of another engine is refused. `rlhf/train/build.py` and `rlhf/rollout/build.py`
+build the chosen engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TrainEngineConfig(EngineConfig):
 
     needs_gpu: ClassVar[bool] = False
     own_layers: ClassVar[bool] = False
-    """It computes with layers of its own, which have no adapters and no other kernels or attention."""
+    """It computes with its own layers, which have no adapters and no other kernels or attention."""
 
     @property
     def teams(self) -> dict[str, int]:
@@ -38,50 +38,45 @@ class TrainEngineConfig(EngineConfig):
 
     @property
     def matrices_are_split(self) -> bool:
-        """Whether transformers' layers are split over processes, which compiled kernels and adapters do not support."""
+        """True if transformers' layers are split over processes, which compiled kernels and adapters do not support."""
         return False
 
     @property
     def compiles(self) -> bool:
-        """Whether layers can be compiled."""
+        """True if layers can be compiled."""
         return not self.matrices_are_split
 
     @property
     def moves_state(self) -> bool:
-        """Whether the model and its optimizer can move to host memory and back."""
+        """True if the model and its optimizer can move to host memory and back."""
         return True
 
     @property
     def keeps_state_on_host(self) -> bool:
-        """Whether the state is in host memory all the time."""
+        """True if the state is always in host memory."""
         return False
 
     @property
     def whole_model(self) -> bool:
-        """Whether each process has the whole model and computes whole sequences, so that it can generate with it."""
+        """True if each process has the whole model and computes whole sequences, so that it can generate with it."""
         return False
 
     def frozen_share(self, ranks: int) -> float:
-        """The share of the weights of a model that learns nothing that each of `ranks` devices holds."""
+        """Returns the share of a frozen model's weights that each of `ranks` devices holds."""
         return 1.0
 
     def gradient_share(self, ranks: int) -> float:
-        """The share of the float32 gradients that each of `ranks` devices holds."""
+        """Returns the share of the float32 gradients that each of `ranks` devices holds."""
         return 1.0
 
     @abstractmethod
     def held(self, weights: int, learned: int, moments: float, width: int, ranks: int) -> tuple[float, float]:
-        """What each device holds between updates.
+        """Estimates the bytes of weights and of optimizer state that each device holds between updates.
 
         Args:
-            weights: number of weights.
             learned: number of weights that the optimizer updates.
             moments: bytes of the optimizer's moments.
             width: bytes of a weight in the type of the computation.
-            ranks: number of processes that hold the model.
-
-        Returns:
-            Bytes of weights and bytes of optimizer state.
         """
 
 
@@ -204,7 +199,7 @@ class DeepSpeedConfig(_SplitsSequences):
         copy = width * weights / (ranks if self.zero_stage == 3 else 1)
         if self.offload:
             return (0 if self.zero_stage == 3 else copy), 0
-        return copy, (4 * learned + moments) / ranks  # its float32 weights belong to the optimizer
+        return copy, (4 * learned + moments) / ranks  # its float32 weights are the optimizer's
 
 
 class MegatronConfig(TrainEngineConfig):
@@ -240,7 +235,8 @@ class MegatronConfig(TrainEngineConfig):
 
     @property
     def _split_over(self) -> int:
-        """The number of processes that a model is split over. Most of a mixture of experts is experts."""
+        """Number of processes that a model is split over."""
+        # most of a mixture of experts is experts
         by_layer = self.expert_parallel if self.expert_parallel > 1 else self.tensor_parallel
         return by_layer * self.pipeline_parallel
 
@@ -262,9 +258,9 @@ class RolloutEngineConfig(EngineConfig):
     in_batches: ClassVar[bool] = False
     """It generates in fixed batches; see `RolloutEngine.in_batches`."""
     own_process: ClassVar[bool] = True
-    """It computes in processes of its own, beside the trainer."""
+    """It computes in its own processes, beside the trainer."""
     own_seeds: ClassVar[bool] = True
-    """It can draw with a seed of its own; see `rollout.seeds`."""
+    """It can draw with its own seed; see `rollout.seeds`."""
     outlives_runs: ClassVar[bool] = False
     """It was started by the user, and may hold weights of another run."""
     loads_adapters: ClassVar[bool] = True
@@ -276,7 +272,7 @@ class RolloutEngineConfig(EngineConfig):
 
     @property
     def takes_weights(self) -> bool:
-        """Whether it can get new weights, so that a policy can be trained with it."""
+        """True if it can get new weights, so that a policy can be trained with it."""
         return True
 
 
@@ -290,7 +286,7 @@ class HFConfig(RolloutEngineConfig):
 
 
 class VLLMConfig(RolloutEngineConfig):
-    """vLLM. Its keys change nothing in the results except rounding, but for `quantization`."""
+    """vLLM. Its keys change only rounding, except for `quantization`."""
 
     extra: ClassVar[str | None] = "vllm"
     package: ClassVar[str | None] = "vllm"

@@ -39,8 +39,7 @@ MAY_CHANGE: dict[str, bool | set[str]] = {
     "run": {"name", "store", "deterministic", "single_writer"},
     "model": {"path", "chat_template", "attention", "kernels"},
 }
-"""Keys that may change when a training resumes: they do not change the result, or are paths of files that have a
-digest."""
+"""Keys that may change when a training resumes: they do not affect the result, or name files that have a digest."""
 
 
 class SFTConfig(FitConfig):

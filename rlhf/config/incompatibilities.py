@@ -1,4 +1,4 @@
-"""Combinations of settings that do not work together. Each error says what to change."""
+"""Combinations of settings that do not work together. Each error names the fix."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _rollout_teams_fit(config: RunConfig) -> Iterator[str]:
 
 
 def incompatible(config: RunConfig) -> Iterator[str]:
-    """All incompatible combinations, one line each, which names the fix."""
+    """Yields all incompatible combinations, one line each, which names the fix."""
     yield from _algorithms_fit(config)
     yield from _rollout_fits(config)
     yield from _groups_have_several(config)
@@ -75,12 +75,12 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             "out to get the default one, or choose an advantage without a critic (grpo)"
         )
     unsupported: dict[str, dict[str, None]] = {}
-    """The owners of engine megatron that cannot have a setting, by the setting, which may be of a model of both."""
+    """Owners of engine megatron that cannot have a setting, by the setting, which may concern the model of several."""
     uncompiled: dict[str, dict[str, None]] = {}
-    """What does not work with compiled kernels, by the model."""
+    """Settings that do not work with compiled kernels, by the model."""
     for role in config.readers:
         owner, trainer = ROLES[role].section, ROLES[role].trainer(config)
-        if trainer is None:
+        if trainer is None:  # a mistake that is reported above
             continue
         pool = config.pool_of(role)
         workers = 1 if pool is None else config.pools[pool].workers
@@ -231,7 +231,7 @@ def _environment_fits(config: RunConfig) -> Iterator[str]:
 
 
 def _comparing(config: RunConfig) -> list[str]:
-    """The settings that compare the trajectories of a prompt."""
+    """Returns the settings that compare the trajectories of a prompt."""
     advantage, judge = config.algorithm.advantage, config.reward.judge
     comparing = {
         f"algorithm.advantage {advantage.type}": "group_ids" in advantage.needs,
@@ -387,7 +387,7 @@ def _experts_fit(config: RunConfig, replay: ReplayConfig) -> Iterator[str]:
 
 
 def _beyond_own_layers(owner: str, trainer: TrainerConfig, model_key: str, model: ModelConfig) -> Iterator[str]:
-    """The settings that an engine with layers of its own does not support."""
+    """Yields the settings that an engine with its own layers does not support."""
     for key, is_set in (
         (f"{model_key}.lora", model.lora is not None),
         (f"{model_key}.kernels {model.kernels}", model.kernels != "torch"),
@@ -399,7 +399,7 @@ def _beyond_own_layers(owner: str, trainer: TrainerConfig, model_key: str, model
 
 
 def _algorithms_fit(config: RunConfig) -> Iterator[str]:
-    """Refuse algorithms that contradict each other."""
+    """Refuses algorithms that contradict each other."""
     algorithm = config.algorithm
     advantage, kl, sampling = algorithm.advantage, algorithm.kl, algorithm.dynamic_sampling
     if config.rollout.partner is None and "turns" in advantage.needs:

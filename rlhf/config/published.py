@@ -1,4 +1,4 @@
-"""Config values as they may be published: without secrets, and without the folders of one machine."""
+"""Config values in publishable form: without secrets, and without the folders of one machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SECRET = re.compile(
     r"(token|secret|password|passwd|credentials?|authorization|(api|access|private|secret)_?key|wandb(\.key)?)$",
     re.IGNORECASE,
 )
-"""Keys whose values are not repeated."""
+"""Keys whose values are secret."""
 LEFT_OUT = "(left out)"
 
 _LOGIN = re.compile(r"(?<=://)[^/\s]*@")
@@ -20,10 +20,7 @@ _FOLDERS = re.compile(r"(?<![^\s=:,;\"'(\[{])(?:(?:file|local)://)?(?:~[^\s/]*|/
 
 
 def published(value: JsonValue) -> JsonValue:
-    """Copy a config, or a part of one, without what only concerns the machine or the people that ran it.
-
-    Args:
-        value: plain values.
+    """Copies a config, or a part of one, without details of the machine or the people that ran it.
 
     Returns:
         The same values, except: values of keys that are named like secrets are left out, URLs have no user, password or
@@ -37,7 +34,7 @@ def published(value: JsonValue) -> JsonValue:
 
 
 def published_text(text: str) -> str:
-    """Copy a text in the same way."""
+    """Copies a text in the same way."""
     return _FOLDERS.sub("…/", _QUERY.sub(r"\1", _LOGIN.sub("", text)))
 
 

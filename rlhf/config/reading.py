@@ -1,4 +1,4 @@
-"""Read YAML and overrides into a validated model, and turn validation errors into one readable line."""
+"""Reads YAML and overrides into a validated model, and turns validation errors into one readable line."""
 
 from __future__ import annotations
 
@@ -31,19 +31,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def overridden(tree: dict[str, Any], overrides: Iterable[str], model: type[BaseModel]) -> dict[str, Any]:
-    """Apply overrides to a config, in place.
+    """Applies overrides to a config, in place; returns it.
 
     Args:
-        tree: the config, as plain values.
         overrides: ``a.b=c``, with values in YAML syntax; Hydra's ``+a.b=c`` and ``++a.b=c`` mean the same. A plain text
             for a section (``rollout.environment=calculator``) is set before the keys of that section.
-        model: what the config is validated as.
-
-    Returns:
-        The tree.
-
-    Raises:
-        UserError: an override is not one.
     """
     changes: list[tuple[str, Any]] = []
     for section, value in map(_change, overrides):
@@ -59,7 +51,7 @@ def overridden(tree: dict[str, Any], overrides: Iterable[str], model: type[BaseM
 
 
 def write_out(tree: dict[str, Any], key: str, model: type[BaseModel]) -> None:
-    """Replace plain texts that stand for the sections around a key by those sections, so that the key can be set."""
+    """Replaces plain texts that stand for the sections around a key by those sections, so that the key can be set."""
     parts = key.split(".")
     section: Any = tree
     for depth, part in enumerate(parts[:-1], 1):
@@ -72,7 +64,7 @@ def write_out(tree: dict[str, Any], key: str, model: type[BaseModel]) -> None:
 
 
 def _shorthand(model: type[BaseModel], key: str) -> str | None:
-    """The key that a plain text sets if it is given in place of the section at `key`; None if a text is no section."""
+    """Returns the key that a plain text sets if it is given in place of the section at `key`; None if it cannot be."""
     options = [model]
     for part in key.split("."):
         fields = [option.model_fields[part].annotation for option in options if part in option.model_fields]
@@ -84,14 +76,14 @@ def _shorthand(model: type[BaseModel], key: str) -> str | None:
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a value of this type may be."""
+    """Returns the models that a value of this type may be."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return models_in(annotation)
 
 
 def _change(override: str) -> tuple[str, Any]:
-    """The key and the value of an override."""
+    """Parses the key and the value of an override."""
     key, equals, text = override.partition("=")
     key = re.sub(r"^\+{1,2}", "", key)
     if not equals or not key:
@@ -103,16 +95,13 @@ def _change(override: str) -> tuple[str, Any]:
 
 
 def validated(model: type[M], tree: Mapping[str, Any], where: str, context: object = None) -> M:
-    """Validate a tree against a model.
-
-    Raises:
-        UserError: one line per wrong key, which starts with `where`.
-    """
+    """Validates a tree against a model. Raises UserError: one line per wrong key, which starts with `where`."""
     try:
         return model.model_validate(tree, context=context)
     except ValidationError as error:
         problems: dict[str, str] = {}
-        for problem in error.errors():  # of a key that takes several types, each type has a problem: the first one's
+        # a key that takes several types has a problem for each type: only the first is kept
+        for problem in error.errors():
             for key, text in _explain(problem, tree, model).items():
                 problems.setdefault(key, text)
         lines = [line for text in problems.values() for line in text.splitlines()]
@@ -120,7 +109,7 @@ def validated(model: type[M], tree: Mapping[str, Any], where: str, context: obje
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Every key of the config as (key, type, default, meaning), in order."""
+    """Returns every key of the config as (key, type, default, meaning), in order."""
     rows: list[tuple[str, str, str, str]] = []
     for name, field in model.model_fields.items():
         key, annotation = prefix + name, field.annotation
@@ -141,7 +130,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, 
 
 
 def _shared_base(options: Sequence[type[BaseModel]]) -> type[BaseModel] | None:
-    """The nearest common base class of several choices; all of them have its options."""
+    """Returns the nearest common base class of several choices; all of them have its options."""
     if len(options) < 2:
         return None
     bases = (base for base in options[0].__mro__ if issubclass(base, BaseModel) and base is not BaseModel)
@@ -149,7 +138,7 @@ def _shared_base(options: Sequence[type[BaseModel]]) -> type[BaseModel] | None:
 
 
 def yaml_text(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Formats a value as YAML on one line."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     if isinstance(value, tuple):
@@ -160,7 +149,7 @@ def yaml_text(value: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The differences between two configs of plain values, as texts such as ``actor.lr 1e-05 -> 2e-05``."""
+    """Describes the differences between two configs of plain values, such as ``actor.lr 1e-05 -> 2e-05``."""
     lines: list[str] = []
     for name in sorted(before.keys() | now.keys()):
         old_value, new_value = before.get(name), now.get(name)
@@ -172,7 +161,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
 
 
 def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value at a dotted key, in place; missing sections are created."""
+    """Sets the value at a dotted key, in place; missing sections are created."""
     *parents, last = key.split(".")
     for part in parents:
         inner = tree.get(part)
@@ -197,12 +186,12 @@ _Loader.add_implicit_resolver(
 
 
 def plain_value(text: str) -> Any:
-    """Parse YAML, in which 1e-5 is a number."""
+    """Parses YAML, in which 1e-5 is a number."""
     return yaml.load(text, _Loader)
 
 
 def _explain(problem: ErrorDetails, tree: Mapping[str, Any], model: type[BaseModel]) -> dict[str, str]:
-    """What is wrong and how to fix it, by key: an unknown section has a line for each key that another program has."""
+    """Explains what is wrong and how to fix it, by key, with a line for each key of another program."""
     key = _key(problem["loc"], tree)
     is_foreign = problem["type"] == "extra_forbidden" and not _choices_with(key, model)
     if is_foreign and "rollout" in model.model_fields:
@@ -219,7 +208,7 @@ PENALTY = (
     "ratio would be wrong: use a reward against repetition instead"
 )
 REFUSED = {f"rollout.{name}_penalty": PENALTY for name in ("repetition", "presence", "frequency")}
-"""Keys that users of other programs look for and that are left out on purpose, and why."""
+"""Keys that users of other programs look for, left out on purpose, with the reason."""
 
 
 def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str:
@@ -254,26 +243,26 @@ def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str
 
 
 def _choices_with(key: str, model: type[BaseModel]) -> list[str]:
-    """The choices of a section with a `type` that have an option of this name."""
+    """Returns the choices of a section with a `type` that have an option of this name."""
     holder, _, option = key.rpartition(".")
     known = (re.fullmatch(r"(.*)\[(.*)\]\.(.*)", name) for name, *_ in keys(model))
     return [found[2] for found in known if found and (found[1], found[3]) == (holder, option)]
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as in a sentence, such as ``a, b and c``."""
+    """Joins names as in a sentence, such as ``a, b and c``."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _near(key: str, model: type[BaseModel]) -> str:
-    """A question that names the most similar keys; empty if there are none."""
+    """Returns a question that names the most similar keys; empty if there are none."""
     known = {re.sub(r"\[.*?\]", "", name) for name, *_ in keys(model)}
     similar = get_close_matches(key, known, n=2, cutoff=0.8)
     return f" (is it {' or '.join(similar)}?)" if similar else ""
 
 
 def _key(location: Sequence[str | int], tree: Any) -> str:
-    """The dotted key of a location in the tree, without the algorithm types that pydantic adds to locations."""
+    """Returns the dotted key of a location in the tree, without the algorithm types that pydantic adds to locations."""
     parts = []
     for depth, part in enumerate(location, 1):
         if part == tree:
@@ -289,7 +278,7 @@ def _key(location: Sequence[str | int], tree: Any) -> str:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a type annotation contains."""
+    """Returns the models that a type annotation contains."""
     models: list[type[BaseModel]] = []
     for part in get_args(annotation):
         if isinstance(part, type) and issubclass(part, BaseModel):

@@ -44,7 +44,7 @@ LEARNED: dict[str, bool | set[str]] = {
     "rollout": {"n", "environment", "agent"},
     "reference": {"sync_every", "mix"},
 }
-"""Sections that say what a run learns from; models are compared by their files instead."""
+"""Sections that determine what a run learns from; models are compared by their files instead."""
 HOW_COMPUTED: dict[str, dict[str, bool | set[str]]] = {
     "reward": {
         **dict.fromkeys((*RewardConfig.operational, "timeout_s", "on_error"), True),
@@ -52,7 +52,7 @@ HOW_COMPUTED: dict[str, dict[str, bool | set[str]]] = {
     },
     "rollout": {key: {*PartnerConfig.operational, "on_error"} for key in ("environment", "agent")},
 }
-"""Keys of these sections that only say how it is computed."""
+"""Keys of these sections that only determine how it is computed."""
 
 
 class RunConfig(Section):
@@ -90,8 +90,8 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _another_policy_is_corrected(cls, tree: Any, info: ValidationInfo) -> Any:
-        """Default to truncated importance weights where the rollout's policy is not the trainer's; {} turns the
-        correction off."""
+        """Defaults to truncated importance weights if another policy than the trainer's generates; {} turns them
+        off."""
         if info.context == ALLOW_INCOMPATIBLE or not isinstance(tree, dict):
             return tree
         algorithm = tree.get("algorithm") or {}
@@ -102,12 +102,12 @@ class RunConfig(Section):
 
     @property
     def iterations(self) -> int:
-        """Total number of iterations, of a config whose epochs were converted; see `with_iterations`."""
+        """Total number of iterations, in a config whose epochs were converted; see `with_iterations`."""
         assert self.train.iterations is not None, "a run starts with a number of iterations"
         return self.train.iterations
 
     def validates(self, iteration: int) -> bool:
-        """Whether an iteration begins with a validation. The end of the run is always validated, in addition."""
+        """Returns True if an iteration starts with a validation. The end of the run is always validated, too."""
         if self.validation.data is None:
             return False
         if iteration == 0:
@@ -115,10 +115,9 @@ class RunConfig(Section):
         return self.validation.every > 0 and iteration % self.validation.every == 0
 
     def ends_early(self, scores: Mapping[int, float]) -> bool:
-        """Whether the last validations were no better than the best one before them; see `validation.patience`.
+        """Returns True if the last validations were no better than the best one before them; see `validation.patience`.
 
-        Args:
-            scores: scores of the validations with which closed iterations began, by iteration, in order.
+        `scores` are those of validations before closed iterations, by iteration, in order.
         """
         patience, values = self.validation.patience, [scores[k] for k in scores if self.validates(k)]
         return patience is not None and len(values) > patience and max(values[-patience:]) <= max(values[:-patience])
@@ -129,7 +128,7 @@ class RunConfig(Section):
 
     @property
     def max_prompts(self) -> int:
-        """Largest number of prompts that an iteration draws."""
+        """Maximum number of prompts that an iteration draws."""
         sampling = self.algorithm.dynamic_sampling
         return self.data.prompts_per_iteration if sampling is None else sampling.max_prompts
 
@@ -144,7 +143,7 @@ class RunConfig(Section):
         return tuple(name for name in self.roles if ROLES[name].follows(self)) if self.train.updates else ()
 
     def syncs_reference(self, iteration: int) -> bool:
-        """Whether the reference follows the actor at the end of an iteration."""
+        """Returns True if the reference follows the actor at the end of an iteration."""
         every = self.reference.sync_every
         return "reference" in self.averages and every is not None and (iteration + 1) % every == 0
 
@@ -181,7 +180,7 @@ class RunConfig(Section):
         return tuple(role for role in self.roles if ROLES[role].has_versions and ROLES[role].computes)
 
     def pool_of(self, role: str) -> str | None:
-        """Name of the pool that serves a role, or None for the driver's own process."""
+        """Returns the name of the pool that serves a role, or None for the driver's own process."""
         if not self.pools:
             return None
         role = ROLES[role].placed_with or role
@@ -204,25 +203,25 @@ class RunConfig(Section):
 
     @property
     def on_policy(self) -> bool:
-        """Whether each iteration is one optimizer step on fresh trajectories, so that every ratio is 1."""
+        """True if each iteration is one optimizer step on fresh trajectories, so that every ratio is 1."""
         one_step = self.actor.mini_batch_trajectories == self.trajectories_per_iteration
         fresh = self.data.generations is None and self.data.replay is None and self.rollout.mode == "sync"
         return self.actor.ppo_epochs == 1 and one_step and fresh
 
     @property
     def has_experts(self) -> bool:
-        """Whether experts wrote some of the answers."""
+        """True if experts wrote some of the answers."""
         return self.data.replay is not None and self.data.replay.files is not None
 
     @property
     def bypass(self) -> bool:
-        """Whether the rollout's log-probs serve as the old log-probs."""
+        """True if the rollout's log-probs serve as the old log-probs."""
         correction = self.algorithm.rollout_correction
         return correction is not None and correction.bypass
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the inputs that the algorithms need; they decide which stages an iteration has."""
+        """Names of the algorithms' inputs; they decide which stages an iteration has."""
         algorithm = self.algorithm
         names = {*algorithm.advantage.needs, *algorithm.kl.needs}
         experts = algorithm.experts if self.has_experts else None
@@ -255,13 +254,13 @@ class RunConfig(Section):
 
     @property
     def solved_score(self) -> float | None:
-        """The smallest score of a solved answer in a validation; None if the scores do not tell right from wrong."""
+        """The minimum score of a solved answer in a validation; None if the scores do not tell right from wrong."""
         alone = self.reward.model is None and self.rollout.partner is None
         return solved_score(self.validation.solved_score, self.reward.function, alone=alone)
 
     @property
     def selects(self) -> bool:
-        """Whether an iteration may generate more trajectories than it learns from."""
+        """True if an iteration may generate more trajectories than it trains on."""
         partner = self.rollout.partner
         drops = self.reward.on_error == "drop" or (partner is not None and partner.on_error != "fail")
         return drops or self.algorithm.dynamic_sampling is not None
@@ -273,26 +272,26 @@ class RunConfig(Section):
         return self
 
     def learned_from(self) -> dict[str, Any]:
-        """The values that say what the run learns from: prompts, reward, algorithm. A run may continue with others only
-        if the user says so."""
+        """Returns the values that determine what the run learns from: prompts, reward, algorithm.
+
+        A run may continue with other values only if the user says so.
+        """
         return self.model_dump(mode="json", include=LEARNED, exclude=HOW_COMPUTED)
 
     def value(self, key: str) -> Any:
-        """The JSON value at a dotted key: a scalar, or a whole section."""
+        """Returns the JSON value at a dotted key: a scalar, or a whole section."""
         value: Any = self.model_dump(mode="json")
         for part in key.split("."):
             value = None if value is None else value[part]
         return value
 
     def with_values(self, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunConfig:
-        """Replace the values at dotted keys, apply ``a.b=c`` overrides, and validate the result."""
+        """Replaces the values at dotted keys, applies ``a.b=c`` overrides, and validates the result."""
         return validated(RunConfig, overridden(self._with(values), overrides, RunConfig), "config")
 
     def as_committed(self, values: Mapping[str, Any]) -> RunConfig:
-        """This config with the values that a stage was committed with.
-
-        Combinations are not checked, because the stage has only its own keys.
-        """
+        """Returns this config with the values that a stage was committed with."""
+        # combinations are not checked, because the stage has only its own keys
         return validated(RunConfig, self._with(values), "config", ALLOW_INCOMPATIBLE)
 
     def _with(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,39 +303,29 @@ class RunConfig(Section):
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a YAML file and apply ``a.b=c`` overrides (values in YAML syntax).
-
-    Raises:
-        UserError: the config is invalid; a line per mistake names the key and the fix.
-    """
+    """Reads a YAML file and applies ``a.b=c`` overrides, in YAML syntax. Raises UserError, a line per mistake."""
     return parse_config(overridden(read_yaml(path), overrides, RunConfig), str(path))
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:
-    """Validate a tree of plain values.
-
-    Raises:
-        UserError: one line per mistake.
-    """
+    """Validates a tree of plain values. Raises UserError, a line per mistake."""
     return validated(RunConfig, tree, where)
 
 
 def stored_config(tree: Mapping[str, Any], where: str) -> RunConfig:
-    """Read a config that a driver stored.
-
-    Combinations are not checked here: a run that could not be started today stays readable.
-    """
+    """Reads a config that a driver stored."""
+    # a run that could not be started today stays readable
     return validated(RunConfig, tree, where, ALLOW_INCOMPATIBLE)
 
 
 def _generates_stale(tree: Mapping[str, Any]) -> bool:
-    """Tell whether a config lets trajectories be older than the weights that they train."""
+    """Returns True if trajectories may be older than the weights that they train."""
     mode = _section(tree, "rollout").get("mode", "sync")
     return bool(mode != "sync") or _section(tree, "data").get("replay") is not None
 
 
 def _generates_with_other_rounding(tree: Mapping[str, Any]) -> bool:
-    """Tell whether a config generates with another program than the trainer's, in less than float32."""
+    """Returns True if another program than the trainer's generates, in less than float32."""
     rollout, model = _section(tree, "rollout"), _section(tree, "model")
     engine = rollout.get("engine")
     chosen = engine if isinstance(engine, Mapping) else {"type": engine}

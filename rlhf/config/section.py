@@ -19,11 +19,11 @@ def _names(value: Any) -> Any:
 OneOrMore = Annotated[tuple[T, ...], BeforeValidator(_names)]
 """A list of names; a single name may be written without brackets, and null for none."""
 NULL_IS_OFF = BeforeValidator(lambda value: {} if value is None else value)
-"""Of a section that switches something on: null means its defaults, which leave it off."""
+"""For a section that switches something on: null means its defaults, which leave it off."""
 
 
 def type_may_be_left_out(default: str) -> BeforeValidator:
-    """Accept `grpo` for {type: grpo}, and options without a type for the default type."""
+    """Accepts `grpo` for {type: grpo}, and options without a type for the default type."""
 
     def complete(value: Any) -> Any:
         if isinstance(value, str):

@@ -1,7 +1,7 @@
 """The sections of a run's config. The name of a size contains its unit. This module does not import torch.
 
-The description of a number that changes what is learned names the recipe that its default comes from: verl
-(`ppo_trainer.yaml`), TRL or OpenRLHF; "ours" has no such recipe.
+The description of a number that affects learning names the recipe of its default: verl (`ppo_trainer.yaml`), TRL or
+OpenRLHF; "ours" has no such recipe.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RunSection(Section):
 
 
 class LoRAConfig(Section):
-    """Train low-rank adapters and freeze the model (arXiv 2106.09685)."""
+    """Low-rank adapters, which are trained while the model is frozen (arXiv 2106.09685)."""
 
     r: int = Field(16, gt=0, description="rank of the adapters (TRL)")
     alpha: float = Field(32.0, gt=0, description="scale of the adapters: alpha / r (TRL)")
@@ -96,7 +96,7 @@ class ModelConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Draw prompts that teach little less often: those that the policy always or never solved when it met them last."""
+    """A curriculum: prompts that the policy always or never solved teach little, and are drawn less often."""
 
     weight: float = Field(
         0.25,
@@ -122,7 +122,7 @@ OWN = "self"
 
 
 class ReplayConfig(Section):
-    """Learn from other answers, too: those that a share of the prompts got before, or an expert's."""
+    """Replay of other answers: those that a share of the prompts got before, or an expert's."""
 
     share: float = Field(
         0.25, gt=0, le=1, description="share of an iteration's prompts that are drawn with their answers"
@@ -163,7 +163,7 @@ class ReplayConfig(Section):
 
 
 SpecialTokens = Literal["split", "keep"]
-"""What becomes of special tokens in texts that the chat template did not write."""
+"""Treatment of special tokens in texts that the chat template did not write."""
 
 
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".arrow")
@@ -254,14 +254,14 @@ class FallibleConfig(Section):
 
 
 class PartnerConfig(FallibleConfig):
-    """What the policy takes turns with while it responds."""
+    """The party that the policy takes turns with while it responds."""
 
     alone = "name"
     operational = frozenset(("max_error_share", "timeout_s", "concurrency", "host"))
     key: ClassVar[str]
     """The section's key."""
     noun: ClassVar[str]
-    """What errors call it."""
+    """Its name in errors."""
     name: str
     on_error: OnError = Field(
         "drop",
@@ -273,7 +273,7 @@ class PartnerConfig(FallibleConfig):
     @property
     @abstractmethod
     def most_turns(self) -> int:
-        """The largest number of turns of the policy in a trajectory."""
+        """Maximum number of turns of the policy in a trajectory."""
 
 
 class EnvironmentConfig(PartnerConfig):
@@ -321,7 +321,7 @@ class AgentConfig(PartnerConfig):
 
 
 class ResponseConfig(Section):
-    """Which tokens a response may have, and how many."""
+    """The tokens that a response may have, and their number."""
 
     top_p: float = Field(
         1.0, gt=0, le=1, description="nucleus sampling: draw from the likeliest tokens with this total probability"
@@ -342,7 +342,7 @@ class ResponseConfig(Section):
 
 
 class SamplingConfig(ResponseConfig):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     temperature: float = Field(
         1.0, gt=0, description="sampling temperature; all log-probs are computed at it (verl, TRL, OpenRLHF)"
@@ -403,7 +403,7 @@ class RolloutConfig(SamplingConfig):
     @model_validator(mode="before")
     @classmethod
     def _environments_of_other_packages_are_agents(cls, tree: Any) -> Any:
-        """Let the built-in program of verifiers or gymnasium run ``verifiers:NAME`` or ``gymnasium:ID``."""
+        """Runs ``verifiers:NAME`` or ``gymnasium:ID`` by the built-in program of the package."""
         environment = tree.get("environment") if isinstance(tree, Mapping) else None
         section = {"name": environment} if isinstance(environment, str) else environment
         if not isinstance(section, Mapping) or not isinstance(name := section.get("name"), str):
@@ -419,7 +419,7 @@ class RolloutConfig(SamplingConfig):
     @model_validator(mode="before")
     @classmethod
     def _tools_are_an_environment(cls, tree: Any) -> Any:
-        """Name the environment that calls the tools, and give it the tools as options."""
+        """Sets the environment that calls the tools, with the tools as options."""
         if not isinstance(tree, Mapping) or not (tree.get("tools") or tree.get("mcp")):
             return tree
         environment = tree.get("environment") or {}
@@ -446,12 +446,12 @@ class RolloutConfig(SamplingConfig):
 
     @property
     def partner(self) -> EnvironmentConfig | AgentConfig | None:
-        """What the policy takes turns with; None: it answers alone."""
+        """The party that the policy takes turns with; None: it answers alone."""
         return self.environment or self.agent
 
     @property
     def truncated_by(self) -> tuple[str, ...]:
-        """The keys by which some tokens are never drawn."""
+        """The keys that exclude some tokens from being drawn."""
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
 
@@ -519,7 +519,7 @@ class JudgeConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """Whether a score depends on the other responses to the prompt."""
+        """True if a score depends on the other responses to the prompt."""
         return self.mode != "rubric"
 
     @model_validator(mode="after")
@@ -574,8 +574,8 @@ class RewardConfig(FallibleConfig):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, tree: Any) -> Any:
-        """Set function to the judge if one is given, and to null if only a model is; key the options of a single
-        function by its name."""
+        """Completes short forms: of the function if only a judge or a model is given, and of a single function's
+        options."""
         if not isinstance(tree, Mapping):
             return tree
         if "function" not in tree and (tree.get("judge") is not None or tree.get("model") is not None):
@@ -717,7 +717,7 @@ class ComputeConfig(Section):
 
 
 class TrainerConfig(UpdateConfig, ComputeConfig):
-    """How a model is updated. Sizes are totals over all devices unless they say otherwise."""
+    """The update of a model. Sizes are totals over all devices unless they say otherwise."""
 
 
 class ActorConfig(TrainerConfig):

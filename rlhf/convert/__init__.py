@@ -1,4 +1,4 @@
-"""Converts what other programs use: their settings into a config of ours, published datasets into prompt files."""
+"""Converts other programs' settings into configs, and published datasets into prompt files."""
 
 from ratchet.rlhf.convert.conversion import Conversion, convert
 

@@ -18,13 +18,13 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class Line:
-    """A key of the config, its value, and the comment behind it."""
+    """A key of the config, its value, and its comment."""
 
     key: str
     value: Value
     comment: str
     theirs: tuple[str, ...] = ()
-    """The other program's keys that it comes from."""
+    """The other program's keys behind it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Conversion:
     without_equal: tuple[str, ...]
     """Settings without a counterpart, and why, one sentence each."""
     assumptions: tuple[str, ...]
-    """What was assumed to read the file, one sentence each."""
+    """Assumptions made in reading the file, one sentence each."""
     where: str
     """The file that was converted."""
     program: str
@@ -60,23 +60,20 @@ class Conversion:
 
     @property
     def summary(self) -> str:
-        """How much was converted, in a sentence."""
+        """The extent of the conversion, in a sentence."""
         converted, others = counted(len(self.lines), "key"), len(self.without_equal)
         without = "1 setting has" if others == 1 else f"{others} settings have"
         return converted + (f"; {without} no counterpart: the comments at its end say why" if others else "")
 
     def config(self) -> RunConfig:
-        """The config, validated.
-
-        Raises:
-            UserError: one line per mistake.
-        """
+        """Returns the validated config. Raises UserError, with one line per mistake."""
         return parse_config(self.tree, self.where)
 
     def text(self) -> str:
-        """The config as YAML; comments tell the origin of each line, what was assumed, and what has no counterpart."""
+        """Formats the config as YAML, with the origin of each line, assumptions, and unconverted settings as
+        comments."""
         keys = {line.key for line in self.lines}
-        # of an engine with options, the type has the comment
+        # if an engine has options, the comment belongs to its type
         comments = {
             f"{line.key}.type" if any(key.startswith(f"{line.key}.") for key in keys) else line.key: line.comment
             for line in self.lines
@@ -89,15 +86,11 @@ class Conversion:
 
 
 def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversion:
-    """Convert a file of another program's settings.
+    """Converts a file of another program's settings.
 
     Args:
         path: a YAML file, or a shell script that starts the program; the script is read, not run.
         program: the program's name in lower case: verl, trl or openrlhf.
-        overrides: further settings of the program, as on its command line.
-
-    Returns:
-        The converted config.
 
     Raises:
         UserError: the file cannot be read, or starts no such program; or settings have the wrong type, one line each.
@@ -119,6 +112,7 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
             mistakes[f"{given.where}: {error}"] = None
             continue
         for line in _lines(converted, keys, given):
+            # the first row that sets a key wins
             lines.setdefault(line.key, line)
     if mistakes:
         raise UserError("\n".join(mistakes))
@@ -138,7 +132,7 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
 
 
 def _lines(converted: Mapping[str, Value | Assumed], keys: Sequence[str], given: Given) -> Iterator[Line]:
-    """The lines of a row: all that was given or assumed, and defaults of the program that differ from ours."""
+    """Yields the lines of a row: all that was given or assumed, and defaults of the program that differ from ours."""
     names = ", ".join(given.names[key] for key in keys)
     for key, value in converted.items():
         if isinstance(value, Assumed):
@@ -150,7 +144,7 @@ def _lines(converted: Mapping[str, Value | Assumed], keys: Sequence[str], given:
 
 
 def _other_engine(key: str, lines: Mapping[str, Line]) -> str | None:
-    """The chosen engine, if the key is an option that it does not have; else None."""
+    """Returns the chosen engine, if the key is an option that it lacks; else None."""
     holder, _, option = key.rpartition(".")
     if not holder.endswith(".engine"):
         return None
@@ -159,7 +153,7 @@ def _other_engine(key: str, lines: Mapping[str, Line]) -> str | None:
 
 
 def _default(key: str) -> Value:
-    """Our default at a dotted key; `...` where there is none."""
+    """Returns our default at a dotted key, or a text that equals no value if there is none."""
     holder, _, option = key.rpartition(".")
     if holder.endswith(".engine") and option != "type":
         defaults = {
@@ -218,5 +212,5 @@ def _commented(text: str, indent: str, hanging: str = "") -> str:
 
 
 def _printable(text: str) -> str:
-    """The text on one line, so that it cannot leave its comment."""
+    """Returns the text on one line, so that it cannot leave its comment."""
     return "".join(character for character in " ".join(text.split()) if character.isprintable())

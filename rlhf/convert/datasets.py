@@ -1,4 +1,4 @@
-"""Convert published datasets to prompt files in verl's layout: GSM8K, MATH, or any table of prompts."""
+"""Converts published datasets to prompt files in verl's layout: GSM8K, MATH, or any table of prompts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,9 @@ Rows = Iterable[tuple[str, Mapping[str, Any]]]
 
 
 def gsm8k(rows: Rows, split: str) -> pa.Table:
-    """Convert rows of `question` and `answer`, where the answer ends with ``#### 42``.
+    """Converts rows of `question` and `answer`, where the answer ends with ``#### 42``.
 
-    Args:
-        rows: the published rows.
-        split: name of the split, stored in `extra_info`.
-
-    Raises:
-        UserError: a row is malformed (the message names it), or there are no rows.
+    `split` is stored in `extra_info`. Raises UserError if a row is malformed (the message names it), or there are none.
     """
 
     def convert(where: str, row: Mapping[str, Any]) -> dict[str, str]:
@@ -50,16 +45,7 @@ def gsm8k(rows: Rows, split: str) -> pa.Table:
 
 
 def math(rows: Rows, split: str, data_source: str = "lighteval/MATH") -> pa.Table:
-    """Convert rows of `problem` and `answer`, or of `problem` and `solution` with the answer in its last ``\\boxed{}``.
-
-    Args:
-        rows: the published rows.
-        split: name of the split, stored in `extra_info`.
-        data_source: data source of the prompts.
-
-    Raises:
-        UserError: a row is malformed (the message names it), or there are no rows.
-    """
+    """Converts rows of `problem` and `answer`, or `solution` with the answer in its last ``\\boxed{}``."""
 
     def convert(where: str, row: Mapping[str, Any]) -> dict[str, str]:
         if "answer" in row:
@@ -78,18 +64,11 @@ def math(rows: Rows, split: str, data_source: str = "lighteval/MATH") -> pa.Tabl
 def prompts(
     rows: Rows, split: str, *, prompt: str, truth: str | None, data_source: str, instruction: str | None
 ) -> pa.Table:
-    """Convert rows of any table.
+    """Converts rows of any table.
 
     Args:
-        rows: the rows.
-        split: name of the split, stored in `extra_info`.
-        prompt: name of the column with the prompt's text.
         truth: name of the column with the ground truth; None: the ground truth is empty.
-        data_source: data source of the prompts.
         instruction: text to append to each prompt; None: nothing.
-
-    Raises:
-        UserError: a row is malformed (the message names it), or there are no rows.
     """
 
     def convert(where: str, row: Mapping[str, Any]) -> dict[str, str]:
@@ -122,11 +101,7 @@ def _table(rows: Rows, split: str, convert: Any, data_source: str, ability: str,
 
 
 def text(row: Mapping[str, Any], column: str, where: str) -> str:
-    """The text in a column of a row.
-
-    Raises:
-        UserError: there is no such column, or it is empty or not a text.
-    """
+    """Returns the text in a column of a row; raises UserError if there is none."""
     value = _value(row, column, where)
     if value is None or (isinstance(value, str) and not value.strip()):
         raise UserError(f"{where}: {column} of this row is empty: fill it in, or remove the row")

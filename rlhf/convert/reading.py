@@ -23,33 +23,25 @@ STARTS = {"verl": ("verl", "dapo", "ppo"), "trl": ("trl", ".py"), "openrlhf": ("
 
 @dataclass(frozen=True)
 class Given:
-    """The settings that a file has."""
+    """The settings in a file."""
 
     source: Source
     where: str
     settings: Mapping[str, Value]
     """By today's keys."""
     names: Mapping[str, str]
-    """Keys as the file has them, by today's keys."""
+    """The file's own keys, by today's keys."""
     assumptions: tuple[str, ...]
-    """What was assumed to read the file, one sentence each."""
+    """Assumptions made in reading the file, one sentence each."""
 
     def shown(self, key: str) -> str:
-        """A setting as text; without its value if the key is that of a secret."""
+        """Formats a setting as text; without its value if the key is that of a secret."""
         name = self.names[key]
         return name if SECRET.search(name) else f"{name}={yaml_text(self.settings[key])}"
 
 
 def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
-    """Read the settings of another program.
-
-    Args:
-        path: a YAML file, or a shell script.
-        program: verl, trl or openrlhf.
-        overrides: further settings, as on the program's command line.
-
-    Returns:
-        The settings.
+    """Reads another program's settings from a YAML file or a shell script, and from its command line's `overrides`.
 
     Raises:
         UserError: the file cannot be read, or starts no such program.
@@ -65,6 +57,7 @@ def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
         _overrides(str(path), [*arguments, *overrides]) if program == "verl" else _options([*arguments, *overrides])
     )
     sources = [source for source in SOURCES if source.program == program]
+    # a program with several trainers has several tables
     source = max(sources, key=lambda source: sum(source.counterpart(key) is not None for key in settings))
     names = {source.today(key): key for key in settings}
     today = {source.today(key): _at_home(value) for key, value in settings.items()}
@@ -74,7 +67,7 @@ def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
 
 
 def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]]:
-    """The arguments with which a script starts the program, and what was assumed to find them."""
+    """Returns the arguments with which a script starts the program, and the assumptions made to find them."""
     try:
         script = read_script(path.read_text(), str(path), os.environ)
     except OSError as error:
@@ -95,7 +88,7 @@ def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]
 
 
 def _overrides(where: str, arguments: Sequence[str]) -> dict[str, Value]:
-    """Hydra's overrides, as plain values; ``~a.b`` removes a key."""
+    """Reads Hydra's overrides as plain values; ``~a.b`` removes a key."""
     settings: dict[str, Value] = {}
     for before, argument in zip(["", *arguments], arguments, strict=False):
         key, equals, text = argument.partition("=")
@@ -111,7 +104,7 @@ def _overrides(where: str, arguments: Sequence[str]) -> dict[str, Value]:
 
 
 def _options(arguments: Sequence[str]) -> dict[str, Value]:
-    """Options such as ``--lr 1e-6``, ``--lr=1e-6`` and ``--enable``; several values are a list."""
+    """Reads options such as ``--lr 1e-6``, ``--lr=1e-6`` and ``--enable``; several values are a list."""
     settings: dict[str, Value] = {}
     key, values = None, []
     for argument in [*arguments, "--"]:
@@ -126,7 +119,7 @@ def _options(arguments: Sequence[str]) -> dict[str, Value]:
 
 
 def _value(text: str) -> Value:
-    """A value in YAML's syntax; what is not YAML is text."""
+    """Parses a value in YAML's syntax; anything else is text."""
     try:
         value: Value = plain_value(text)
     except yaml.YAMLError:
@@ -135,7 +128,7 @@ def _value(text: str) -> Value:
 
 
 def _at_home(value: Value) -> Value:
-    """A value in which ``~/`` is written out."""
+    """Expands ``~/`` in a value."""
     if isinstance(value, list | tuple):
         return [_at_home(item) for item in value]
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
@@ -153,9 +146,10 @@ REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*(.*))?\}", re.
 
 
 def _resolved(settings: Mapping[str, Value]) -> dict[str, Value]:
-    """Replace OmegaConf's references to other keys; those that cannot be resolved are left out, like ``???``."""
+    """Replaces OmegaConf's references to other keys; those that cannot be resolved are left out, like ``???``."""
     resolved: dict[str, Value] = {}
     for key, value in settings.items():
+        # a reference may lead to others, or in a circle
         for _ in range(10):
             match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
             if match is None:

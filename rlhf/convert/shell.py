@@ -23,27 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Script:
-    """What a script would have run."""
+    """The commands that a script would have run."""
 
     commands: tuple[tuple[str, ...], ...]
     """The words of each command, in order."""
     assumptions: tuple[str, ...]
-    """What was assumed about parts that cannot be known without running them, one sentence each."""
+    """Assumptions about parts that cannot be known without running them, one sentence each."""
 
 
 def read_script(text: str, where: str, environment: Mapping[str, str]) -> Script:
-    """Read a shell script.
+    """Reads a shell script; `environment` has the values of variables that the script does not set.
 
-    Args:
-        text: the script.
-        where: its name, for errors.
-        environment: values of variables that the script does not set.
-
-    Returns:
-        Its commands.
-
-    Raises:
-        UserError: the script is not valid, or has an expansion that is not understood; the line is named.
+    Raises UserError if the script is not valid, or has an unsupported expansion; the message names the line.
     """
     import tree_sitter_bash
     from tree_sitter import Language, Parser
@@ -94,10 +85,10 @@ class _Shell:
     commands: list[tuple[str, ...]] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
     output: list[str] | None = None
-    """What `echo` prints within a command substitution."""
+    """Output of `echo` within a command substitution."""
 
     def run(self, node: Node) -> bool:
-        """Evaluate a statement; returns whether it succeeds."""
+        """Evaluates a statement; returns True if it succeeds."""
         if node.type == "ERROR" or node.is_missing:
             raise self._error(node, "is not valid in Bash")
         if node.type in NOT_RUN:
@@ -159,6 +150,7 @@ class _Shell:
         if words[0] in ("test", "["):
             raise self._error(node, "is not understood: write it as [ ... ]")
         self.commands.append(tuple(words))
+        # other commands are not run, and count as failed
         return words[0] in ("echo", "true", ":", "set", "export", "cd", "mkdir")
 
     def _list(self, node: Node) -> bool:
@@ -231,13 +223,13 @@ class _Shell:
         return " ".join(self._expand(node)) != ""
 
     def _words(self, node: Node) -> list[str]:
-        """The words that a word of the script expands to: quoted ones stay whole, others are split at spaces."""
+        """Expands a word of the script: quoted words stay whole, others are split at spaces."""
         expanded = self._expand(node)
         is_quoted = node.type in ("string", "raw_string", "ansi_c_string", "concatenation", "word", "number")
         return expanded if is_quoted else [word for text in expanded for word in text.split()]
 
     def _expand(self, node: Node) -> list[str]:
-        """The words of an expression, unsplit: more or less than one only for arrays."""
+        """Returns the words of an expression, unsplit: more or less than one only for arrays."""
         if node.type == "string":
             inner = node.children[1:-1]
             if len(inner) == 1 and self._is_whole_array(inner[0]):
@@ -260,7 +252,7 @@ class _Shell:
         return [re.sub(r"\\(.)", r"\1", self._text(node).replace("\\\n", ""))]
 
     def _joined(self, start: int, nodes: list[Node], end: int) -> str:
-        """The text of neighbouring nodes, with what lies between them."""
+        """Returns the text of neighbouring nodes, and of the gaps between them."""
         text = ""
         for node in nodes:
             text += self.source[start : node.start_byte].decode() + " ".join(self._expand(node))
@@ -298,7 +290,7 @@ class _Shell:
         return default
 
     def _alternative(self, node: Node, sign: str) -> list[str]:
-        """The text behind the sign of ``${name:-text}``."""
+        """Returns the text behind the sign of ``${name:-text}``."""
         position = next((index for index, child in enumerate(node.children) if child.type == sign), None)
         if position is None:
             raise self._error(node, "is not understood: write the value out")
@@ -306,7 +298,8 @@ class _Shell:
         return [self._joined(node.children[position].end_byte, inner, node.children[-1].start_byte)]
 
     def _substituted(self, node: Node) -> str:
-        """What the `echo` commands of a command substitution print."""
+        """Returns the output of the `echo` commands of a command substitution."""
+        # commands of a substitution are not the script's
         outer, commands = self.output, self.commands
         self.output, self.commands = [], []
         for child in node.named_children:
@@ -355,13 +348,9 @@ class _Shell:
 
 
 def launches(commands: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Find the commands that start a Python program.
+    """Finds the commands that start a Python program: the module or file, and its arguments.
 
-    Args:
-        commands: the words of each command.
-
-    Yields:
-        The module or file, and its arguments; accelerate's number of processes is one of them.
+    accelerate's number of processes is one of them.
     """
     for words in commands:
         for position, word in enumerate(words):

@@ -1,1 +1,1 @@
-"""Datasets: generating, converting and reading them."""
+"""Generates, converts and reads datasets."""

@@ -58,15 +58,14 @@ def problems(
     operators: str = "+-*",
     high_product: int | None = None,
 ) -> list[Problem]:
-    """Draw distinct problems uniformly.
+    """Draws distinct problems uniformly.
 
     Args:
-        seed: seed of the order.
         count: number of problems; a larger count only adds problems at the end.
         operands: numbers per problem.
-        low: smallest number.
-        high: largest number.
-        max_target: largest target; the smallest is 1.
+        low: minimum number.
+        high: maximum number.
+        max_target: maximum target; the minimum is 1.
         operators: some of ``+ - * /``.
         high_product: numbers above this occur only in problems that `+` and `-` can solve; None: no such limit.
 
@@ -93,18 +92,7 @@ def problems(
 
 
 def split(problems: Sequence[Problem], test: int) -> tuple[list[Problem], list[Problem]]:
-    """Split problems into train and test. The first ones are the test set, so more problems do not change it.
-
-    Args:
-        problems: distinct problems.
-        test: size of the test set.
-
-    Returns:
-        Train problems and test problems.
-
-    Raises:
-        ValueError: the problems are not distinct, or there are fewer than `test`.
-    """
+    """Splits problems into train and test. The first ones are the test set, so more problems do not change it."""
     if len(set(problems)) != len(problems):
         raise ValueError("the problems to split are not distinct")
     if not 0 <= test <= len(problems):
@@ -113,37 +101,24 @@ def split(problems: Sequence[Problem], test: int) -> tuple[list[Problem], list[P
 
 
 def solutions(numbers: Sequence[int], target: int, operators: str = "+-*") -> list[str]:
-    """All expressions over the numbers that equal the target exactly.
-
-    Args:
-        numbers: the numbers, each used exactly once.
-        target: value of the expressions.
-        operators: some of ``+ - * /``.
+    """Returns all expressions over the numbers that equal the target exactly, using each number once.
 
     Returns:
         Sorted expressions without spaces or signs, with necessary parentheses only: `1-(2-3)`, but `1+2-3`.
-
-    Raises:
-        ValueError: an operator is unknown.
     """
     _check_operators(operators)
     return sorted(expression.text for expression in _expressions(tuple(sorted(numbers)), target, operators))
 
 
 def prompt(problem: Problem) -> str:
-    """The text of the question, with the numbers in ascending order."""
+    """Returns the text of the question, with the numbers in ascending order."""
     numbers = [str(number) for number in problem.numbers]
     listed = " and ".join(filter(None, [", ".join(numbers[:-1]), numbers[-1]]))
     return PROMPT.format(numbers=listed, target=problem.target)
 
 
 def rows(problems: Sequence[Problem], split: str = "train") -> "pa.Table":
-    """Convert problems to a table in verl's prompt layout.
-
-    Args:
-        problems: the problems.
-        split: name of the split, stored in `extra_info`.
-    """
+    """Converts problems to a table in verl's prompt layout; `extra_info` stores the split's name."""
     import pyarrow as pa
 
     schema = pa.schema(
@@ -171,20 +146,7 @@ def rows(problems: Sequence[Problem], split: str = "train") -> "pa.Table":
 
 
 def sft_rows(problems: Sequence[Problem], seed: int = 0, per_problem: int = 1, operators: str = "+-*") -> "pa.Table":
-    """Make supervised examples from random solutions.
-
-    Args:
-        problems: the problems.
-        seed: seed of the draws.
-        per_problem: solutions per problem, drawn independently and uniformly.
-        operators: some of ``+ - * /``.
-
-    Returns:
-        A table with columns `prompt` (messages) and `response` (text).
-
-    Raises:
-        ValueError: a problem has no solution with the operators.
-    """
+    """Makes supervised examples, `prompt` (messages) and `response`, from solutions drawn uniformly."""
     import pyarrow as pa
 
     examples = []
@@ -200,7 +162,7 @@ def sft_rows(problems: Sequence[Problem], seed: int = 0, per_problem: int = 1, o
 
 
 def ground_truth(problem: Problem) -> str:
-    """The ground truth for the Countdown reward, as JSON text."""
+    """Returns the ground truth for the Countdown reward, as JSON text."""
     return json.dumps({"target": problem.target, "numbers": list(problem.numbers)})
 
 
@@ -228,7 +190,7 @@ def _below(n: int, rng: random.Random) -> int:
 
 
 def _permutation(n: int, rng: random.Random) -> Iterator[int]:
-    """The integers below `n` in random order: Fisher-Yates that stores only the positions it has moved."""
+    """Yields the integers below `n` in random order: Fisher-Yates that stores only the positions it has moved."""
     moved: dict[int, int] = {}
     for i in range(n):
         j = i + _below(n - i, rng)
@@ -239,7 +201,7 @@ def _permutation(n: int, rng: random.Random) -> Iterator[int]:
 
 
 def _multiset(index: int, size: int, low: int) -> tuple[int, ...]:
-    """The multiset of `size` integers from `low` up with rank `index` in the combinatorial number system."""
+    """Returns the multiset of `size` integers from `low` up with rank `index` in the combinatorial number system."""
     numbers = []
     for k in range(size, 0, -1):
         element = bisect_right(range(index + k), index, key=lambda c: comb(c, k)) - 1
@@ -250,7 +212,7 @@ def _multiset(index: int, size: int, low: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2**15)
 def _splits(numbers: tuple[int, ...]) -> frozenset[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The distinct ways to split sorted numbers into a left and a right part, neither empty."""
+    """Returns the distinct ways to split sorted numbers into a left and a right part, neither empty."""
     positions = range(len(numbers))
     return frozenset(
         (
@@ -274,7 +236,7 @@ _OPERATIONS: Mapping[str, Callable[[Any, Any], Value]] = {
 
 
 def _partners(a: Value, symbol: str, target: Value, candidates: frozenset[Value]) -> frozenset[Value]:
-    """The candidates `b` for which `a symbol b` is the target."""
+    """Returns the candidates `b` for which `a symbol b` is the target."""
     if symbol == "+":
         b = target - a
     elif symbol == "-":
@@ -292,7 +254,7 @@ def _partners(a: Value, symbol: str, target: Value, candidates: frozenset[Value]
 
 @lru_cache(maxsize=2**15)
 def _values(numbers: tuple[int, ...], operators: str) -> frozenset[Value]:
-    """All values that expressions over sorted numbers can have."""
+    """Returns all values that expressions over sorted numbers can have."""
     if len(numbers) == 1:
         return frozenset(numbers)
     reached: set[Value] = set()
@@ -306,7 +268,7 @@ def _values(numbers: tuple[int, ...], operators: str) -> frozenset[Value]:
 
 @lru_cache(maxsize=2**16)
 def _expressions(numbers: tuple[int, ...], target: Value, operators: str) -> frozenset[_Expression]:
-    """All expressions over sorted numbers with the value `target`, built from the outermost operator inward."""
+    """Returns all expressions over sorted numbers with the value `target`, built from the outermost operator inward."""
     if len(numbers) == 1:
         return frozenset([_Expression(str(numbers[0]), _ATOM)] if numbers[0] == target else [])
     return frozenset(

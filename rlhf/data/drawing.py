@@ -11,21 +11,19 @@ from ratchet.rlhf import seeding
 BLOCK = 1000
 """Draws in which each file of a mixture has exactly its share, in random order."""
 ATTEMPTS = 64
-"""Candidates for a draw of a curriculum; the last one is taken in any case."""
+"""Candidates per draw of a curriculum; the last one is accepted in any case."""
 
 Drawn = tuple[int, int]
-"""A file, by its number, and a row in it."""
+"""Number of a file, and a row in it."""
 
 
 def draw(seed: int, sizes: Sequence[int], weights: Sequence[float] | None, cursor: int, count: int) -> list[Drawn]:
-    """Draw rows from an endless sequence. In it, each file is read in epochs, each a different permutation of its rows.
+    """Draws rows from an endless sequence of epochs of each file, each a different permutation of its rows.
 
     Args:
-        seed: seed of the run.
         sizes: number of rows of each file.
         weights: weight of each file in the mixture; None: the files are read as if they were one.
         cursor: number of rows drawn before.
-        count: number of rows to draw.
     """
     if weights is None:
         ends = np.cumsum(sizes)
@@ -49,30 +47,20 @@ def draw(seed: int, sizes: Sequence[int], weights: Sequence[float] | None, curso
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """The number of draws of each file in a block.
-
-    Args:
-        weights: weight of each file.
-
-    Returns:
-        Numbers that sum to `BLOCK`, as close to the weights as possible.
-    """
+    """Returns the draws of each file per block: numbers that sum to `BLOCK`, as close to the weights as possible."""
     exact = np.array(weights) / sum(weights) * BLOCK
     counts = np.floor(exact).astype(int)
     largest = np.argsort(-(exact - counts), kind="stable")[: BLOCK - counts.sum()]
+    # the method of largest remainders
     counts[largest] += 1
     return [int(number) for number in counts]
 
 
 def redraw(seed: int, position: int, first: Drawn, size: int, chance: Callable[[Drawn], float]) -> Drawn:
-    """Replace a drawn row, with some probability, by another one of its file.
+    """Replaces a drawn row, with some probability, by another one of its file.
 
     Args:
-        seed: seed of the run.
-        position: number of rows drawn before.
-        first: the row.
-        size: number of rows of its file.
-        chance: the probability with which a row is taken; other rows are then tried, uniformly.
+        chance: the probability with which a row is accepted; other rows are then tried, uniformly.
     """
     random, candidate = seeding.generator(seed, "curriculum", position), first
     for _ in range(ATTEMPTS - 1):

@@ -19,18 +19,14 @@ if TYPE_CHECKING:
 def supervised(
     url: str, tokenizer: PreTrainedTokenizerBase, *, prompt: str, response: str, max_tokens: int
 ) -> tuple[TrajectoryBatch, int]:
-    """Read supervised examples: rows with a prompt and a response, or with `messages` (or ShareGPT's `conversations`)
-    that end with the response.
+    """Reads supervised examples; see `example_of`.
 
     Args:
         url: Parquet or JSON file, any fsspec URL, or a local folder; see `data_files`.
-        tokenizer: tokenizer of the model.
-        prompt: name of the prompt column.
-        response: name of the response column; `completion` is accepted in its place.
-        max_tokens: largest number of prompt and response tokens; longer examples are left out.
+        max_tokens: maximum number of prompt and response tokens; longer examples are left out.
 
     Returns:
-        The examples with columns `prompt_ids`, `response_ids` and `loss_mask`, and the number that was left out.
+        The examples with columns `prompt_ids`, `response_ids` and `loss_mask`, and the number of those left out.
 
     Raises:
         UserError: a row is malformed (the message names it), or no example is left.
@@ -63,17 +59,15 @@ def supervised(
 def example_of(
     row: Mapping[str, Any], where: str, *, prompt: str = "prompt", response: str = "response"
 ) -> tuple[Messages, str] | None:
-    """Find the prompt and the response of a row.
+    """Finds the prompt and the response of a row.
 
     Args:
         row: a row with a prompt and a response, or with `messages` (or ShareGPT's `conversations`) that end with the
             response.
-        where: file and row, for errors.
-        prompt: name of the prompt column.
         response: name of the response column; `completion` is accepted in its place.
 
     Returns:
-        The messages before the response, and the text of the response; None if the row has other columns.
+        The messages before the response, and its text; None if the row has other columns.
 
     Raises:
         UserError: a column has another form; see `answered`.
@@ -93,20 +87,19 @@ def example_of(
 def preferences(
     url: str, tokenizer: PreTrainedTokenizerBase, *, padding: int | None, max_tokens: int
 ) -> tuple[TrajectoryBatch, int]:
-    """Read preference pairs as two rows each, the preferred response first.
+    """Reads preference pairs as two rows each, the preferred response first.
 
-    A row holds a conversation up to the token at which the classifier reads its score, and one response token after it
+    A row holds a conversation up to the token at which the classifier reads its score, followed by one response token
     as the position of the score.
 
     Args:
         url: Parquet or JSON file with `prompt`, `chosen` and `rejected`, any fsspec URL, or a local folder; see
             `data_files`.
-        tokenizer: tokenizer of the reward model.
         padding: padding token of the classifier; conversations end before trailing ones. None: no such token.
-        max_tokens: largest number of tokens of a conversation; pairs with a longer one are left out.
+        max_tokens: maximum number of tokens of a conversation; pairs with a longer one are left out.
 
     Returns:
-        The rows with columns `prompt_ids`, `response_ids` and `loss_mask`, and the number of pairs that was left out.
+        The rows with columns `prompt_ids`, `response_ids` and `loss_mask`, and the number of pairs left out.
 
     Raises:
         UserError: a row is malformed (the message names it), or no pair is left.
@@ -127,17 +120,12 @@ def preferences(
 
 
 def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[Messages, str]:
-    """Split an example into its prompt and its response.
+    """Splits an example into the messages before its response, and the response's text.
 
     Args:
-        value: a text after `prompt`, or messages that end with one of the assistant: the whole conversation, or, if
-            the first message is the assistant's, a continuation of `prompt`.
-        where: file and row, for errors.
-        column: name of the column of `value`, for errors.
+        value: text after `prompt`, or messages that end with one of the assistant: the whole conversation, or, if the
+            first message is the assistant's, a continuation of `prompt`.
         prompt: text or messages before the value, if any.
-
-    Returns:
-        The messages before the response, and the text of the response.
 
     Raises:
         UserError: the value has another form.
@@ -159,18 +147,7 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
 
 
 def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]]:
-    """The two sides of a preference: the messages before a response, and the text of the response.
-
-    Args:
-        row: a row with `chosen` and `rejected`, and perhaps `prompt`.
-        where: file and row, for errors.
-
-    Yields:
-        The preferred side, then the other.
-
-    Raises:
-        UserError: the row lacks a side, or has it in another form; see `answered`.
-    """
+    """Yields the two sides of a preference, the preferred first: the messages before a response, and its text."""
     for column in ("chosen", "rejected"):
         if column not in row:
             columns = in_one_line(", ".join(row))

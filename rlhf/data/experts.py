@@ -1,4 +1,4 @@
-"""Answers of experts to prompts of the data: files of `data.replay.files`."""
+"""Experts' answers to prompts of the data: the files of `data.replay.files`."""
 
 from __future__ import annotations
 
@@ -26,28 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Matched:
-    """Which answers are to which prompts."""
+    """Answers matched to prompts."""
 
     by_row: Mapping[int, tuple[int, ...]]
     """Numbers of a prompt's answers, by the prompt's row in the files of the dataset, in order of these rows."""
     too_long: int
-    """Number of answers that are longer than a response may be."""
+    """Number of answers that exceed the maximum length of a response."""
     unknown: int
-    """Number of answers to prompts that the dataset does not have."""
+    """Number of answers to prompts that the dataset lacks."""
 
 
 class ExpertAnswers:
-    """The rows of some files, in order: prompts with a response each. They are read when they are asked for."""
+    """The rows of some files, in order: prompts with a response each. They are read on demand."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        """Index the files.
-
-        Args:
-            paths: files, fsspec URLs, or local folders; see `data_files`.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Indexes the files; see `data_files`."""
         self._paths = paths
         self._files = [files.open_rows(file) for path in paths for file in data_files(path)]
         self._starts = list(accumulate(map(len, self._files), initial=0))
@@ -61,31 +54,18 @@ class ExpertAnswers:
         return " ".join(map(files.digest, self._paths))
 
     def answer(self, number: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-        """Read an answer.
-
-        Args:
-            number: number of its row, counted over all files.
-            tokenizer: tokenizer of the policy.
-
-        Returns:
-            The file and the row, for people, and the tokens with the end of a turn.
-        """
+        """Reads the answer in a row, counted over all files; returns its place, for people, and its tokens with the end
+        of turn."""
         where, _, text = self._row(number)
         return where, _answer_ids(text, tokenizer)
 
     def matched(
         self, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None, max_tokens: int
     ) -> Matched:
-        """Find the prompts of all answers.
+        """Finds the prompts of all answers, by their messages. Raises UserError for a malformed row.
 
         Args:
-            dataset: prompts, by whose messages answers are found.
-            tokenizer: tokenizer of the policy.
             system_prompt: system message for prompts that have none, in the dataset and in the files.
-            max_tokens: largest number of tokens of an answer, with the end of the turn.
-
-        Raises:
-            UserError: a row is malformed; the message names it.
         """
         by_prompt: dict[bytes, list[int]] = defaultdict(list)
         too_long = 0

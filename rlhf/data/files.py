@@ -1,7 +1,7 @@
-"""Read the rows of Parquet, JSON, CSV and Arrow files, at a local path or any fsspec URL.
+"""Reads the rows of Parquet, JSON, CSV and Arrow files, at a local path or any fsspec URL.
 
-A large file is not held in memory: its rows are read where they are, by row group (Parquet) or by offset (JSON lines),
-or are mapped into memory (Arrow).
+A large file is not held in memory: its rows are read in place, by row group (Parquet) or by offset (JSON lines), or are
+memory-mapped (Arrow).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 Row = tuple[str, Mapping[str, Any]]
 """A row's location, for errors (file, and row or line number), and the row."""
 HELD_BYTES = 256 * 2**20
-"""A file of JSON lines up to this size is kept in memory, and up to this size of the row groups of a Parquet file."""
+"""Maximum size of a JSON lines file, and of the row groups of a Parquet file, kept in memory."""
 BATCH_ROWS = 1024
-"""Rows of a table that are Python objects at the same time."""
+"""Rows of a table converted to Python objects at a time."""
 HEAD_BYTES = 1024
-"""Bytes of a file that are read to find out its format."""
+"""Bytes of a file that are read to detect its format."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 LISTS = ("prompt", "messages", "conversations", "completion", "response", "chosen", "rejected")
 """Columns that may hold lists of messages, as JSON in a CSV file."""
@@ -45,7 +45,7 @@ OBJECTS = ("reward_model", "extra_info")
 
 
 class RowReader(Protocol):
-    """The rows of a file. Reading them raises `UserError` if the file or a row is malformed."""
+    """The rows of a file. Reading them raises UserError if the file or a row is malformed."""
 
     def __len__(self) -> int: ...
 
@@ -55,19 +55,16 @@ class RowReader(Protocol):
 
 
 def open_rows(url: str) -> RowReader:
-    """Index the rows of a file.
+    """Indexes the rows of a file.
 
     Args:
-        url: path or fsspec URL, such as ``hf://datasets/openai/gsm8k/main/....parquet``. The ending tells the format,
-            one of `folders.FORMATS`; a file with another ending may hold JSON. ``.arrow`` is what
-            `datasets.Dataset.save_to_disk` writes. The cells of ``.csv`` and ``.tsv`` are texts, and empty ones None;
-            see `LISTS` and `OBJECTS`.
+        url: path or fsspec URL, such as ``hf://datasets/openai/gsm8k/main/....parquet``. The ending selects the format,
+            one of `folders.FORMATS`; a file with another ending may hold JSON. ``.arrow`` is the format of
+            `datasets.Dataset.save_to_disk`. The cells of ``.csv`` and ``.tsv`` are texts, and empty ones None; see
+            `LISTS` and `OBJECTS`.
 
     Returns:
         The rows. Those of a JSON array, of CSV and of a compressed file are held in memory.
-
-    Raises:
-        UserError: the file cannot be read, or has another format.
     """
     if url.endswith(".parquet"):
         return _Parquet(url)
@@ -86,45 +83,18 @@ def open_rows(url: str) -> RowReader:
 
 
 def read(url: str) -> Iterator[Row]:
-    """Read rows in order; see `open_rows`.
-
-    Args:
-        url: path or fsspec URL of a file, or a local folder; see `data_files`.
-
-    Yields:
-        The location of a row (file, and row or line number) and the row.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not a JSON object; the message names the line.
-    """
+    """Reads the rows of a file or a local folder in order, with their locations (file, and row or line number)."""
     for file in data_files(url):
         yield from open_rows(file)
 
 
 def count(url: str) -> int:
-    """Count rows; of a Parquet file, only the footer is read.
-
-    Args:
-        url: as for `read`.
-
-    Returns:
-        The number of rows.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Counts rows; of a Parquet file, only the footer is read. `url` is as for `read`."""
     return sum(len(open_rows(file)) for file in data_files(url))
 
 
 def digest(url: str) -> str:
-    """sha256 of a file's content, in hexadecimal; of a folder, over the digests of its files.
-
-    Args:
-        url: path or fsspec URL of a file, or a local folder; see `data_files`.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Returns the sha256 of a file's content, in hexadecimal; of a folder, over the digests of its files."""
     files = data_files(url)
     if files != [url]:
         return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
@@ -134,15 +104,15 @@ def digest(url: str) -> str:
     return _digest(url, version)
 
 
-@lru_cache(maxsize=1024)  # a start asks twice: before it waits for Prefect, and before it claims the run
+@lru_cache(maxsize=1024)  # a start computes it twice: before it waits for Prefect, and before it claims the run
 def _digest(url: str, version: str) -> str:
-    """sha256 of a file; `version` changes with the file, by its file system's account."""
+    """Returns the sha256 of a file; `version`, its file system's version of the file, is part of the cache's key."""
     with _opened(url) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Parquet:
-    """The row groups that were read last are held, up to `HELD_BYTES`, and at least one."""
+    """Keeps the row groups that were read last, up to `HELD_BYTES`, and at least one."""
 
     def __init__(self, url: str) -> None:
         import pyarrow.parquet as pq
@@ -168,7 +138,7 @@ class _Parquet:
         import pyarrow.parquet as pq
 
         with _opened(self.url) as opened:
-            file = pq.ParquetFile(opened)  # of its own, so that what is drawn stays held
+            file = pq.ParquetFile(opened)  # a separate one, so that the row groups in use stay in memory
             for group, start in enumerate(self._starts[:-1]):
                 yield from _numbered(self.url, file.read_row_group(group), start)
 
@@ -224,19 +194,19 @@ class _Held:
 
 
 class _Lines:
-    """Empty lines are passed over, but count."""
+    """Skips empty lines, but counts them."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._starts, self._ends, self._numbers = array("q"), array("q"), array("q")
-        """Of each row: its first byte, the byte after its last, and the number of its line."""
+        """For each row: its first byte, the byte after its last, and its line number."""
         self._content: bytes | None = None
         with _errors_of(url):
             self._files, self._path = _located(url)
             self._is_of = self._files.ukey(self._path)
             size = self._files.size(self._path)
         with _opened(url) as file:
-            if size is None or size <= HELD_BYTES or url.endswith(".gz"):  # whose lines cannot be read by offset
+            if size is None or size <= HELD_BYTES or url.endswith(".gz"):  # compressed lines cannot be read by offset
                 self._content = file.read()
             position = 0
             for number, line in enumerate(file if self._content is None else BytesIO(self._content), 1):
@@ -271,12 +241,12 @@ class _Lines:
 
 
 def _numbered(url: str, table: pa.Table, start: int) -> Iterator[Row]:
-    """The rows of a table, in which each message, and the arguments of each call, have the keys of all: those that are
-    null are left out."""
+    """Yields the rows of a table."""
     number = start
     for batch in table.to_batches(max_chunksize=BATCH_ROWS):
         for row in batch.to_pylist():
             number += 1
+            # in a table each message, and the arguments of each call, have the keys of all others as nulls
             messages = {column: without_nulls(row[column]) for column in LISTS if column in row}
             yield f"{url}, row {number}", {**row, **messages}
 
@@ -290,9 +260,9 @@ def _array(url: str) -> list[Any]:
 
 
 def _csv(url: str, separator: str) -> list[dict[str, Any]]:
-    """The rows of a table of texts with a header, as pandas writes it."""
+    """Reads a table of texts with a header, as pandas writes it."""
     rows: list[dict[str, Any]] = []
-    csv.field_size_limit(2**31 - 1)  # of a process: the default forbids texts of 128 KiB
+    csv.field_size_limit(2**31 - 1)  # for the whole process: the default forbids texts of 128 KiB
     with _opened(url) as file:
         text = TextIOWrapper(file, "utf-8-sig", newline="")
         try:
@@ -310,7 +280,7 @@ def _csv(url: str, separator: str) -> list[dict[str, Any]]:
 
 
 def _check_separator(url: str, header: str, separator: str) -> None:
-    """Raises `UserError` if only another separator is in the header, outside quotes."""
+    """Raises UserError if only another separator is in the header, outside quotes."""
     names = re.sub('"[^"]*("|$)', "", header)
     if separator in names or (found := next((other for other in ",;\t|" if other in names), None)) is None:
         return
@@ -323,7 +293,7 @@ def _check_separator(url: str, header: str, separator: str) -> None:
 
 
 def _cell(column: str, cell: str | None, where: str) -> Any:
-    """A text, or the structure that it is as JSON."""
+    """Returns a text, or the structure that it encodes as JSON."""
     if cell is None or not (column in OBJECTS or (column in LISTS and cell.lstrip().startswith("[{"))):
         return cell
     try:
@@ -333,7 +303,7 @@ def _cell(column: str, cell: str | None, where: str) -> Any:
 
 
 def _located(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path there."""
+    """Returns the file system of a URL, and the path there."""
     import fsspec
 
     files, path = fsspec.core.url_to_fs(url)
@@ -342,7 +312,7 @@ def _located(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _opened(url: str) -> Iterator[BufferedReader]:
-    """An open file, decompressed. Raises `UserError` for any error until it is closed."""
+    """Opens a file, decompressed. Raises UserError for any error until it is closed."""
     import fsspec
 
     compression = "gzip" if url.endswith(".gz") else None
@@ -352,7 +322,7 @@ def _opened(url: str) -> Iterator[BufferedReader]:
 
 @contextmanager
 def _errors_of(url: str) -> Iterator[None]:
-    """Raises `UserError` for any error in reading a file."""
+    """Raises UserError for any error in reading a file."""
     try:
         yield
     except RatchetError:

@@ -12,24 +12,21 @@ from ratchet.rlhf.config.sections import ENDINGS
 from ratchet.rlhf.errors import UserError, in_one_line
 
 FORMATS = "Parquet (.parquet), Arrow (.arrow), JSON (.jsonl, .json) and CSV (.csv, .tsv), the last two perhaps with .gz"
-"""What `ENDINGS` mean, for errors."""
+"""The formats of `ENDINGS`, for errors."""
 NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words in a file's path that tell its split, as the hub reads them."""
+"""Words in a file's path that name its split, as on the hub."""
 
 
 def data_files(path: str) -> list[str]:
-    """The files that a path of a dataset names.
+    """Finds the files that a path of a dataset names, in order.
 
     Args:
         path: a file or its URL, which is returned; or a local folder, ``folder:split``, ``folder:config`` or
             ``folder:config/split``.
-
-    Returns:
-        The files, in order.
 
     Raises:
         UserError: the folder has no data files, or there are several configs or splits, and the path does not choose.
@@ -56,15 +53,14 @@ def data_files(path: str) -> list[str]:
 
 
 def unread(path: str | Path) -> UserError:
-    """The error of a file of another format."""
+    """Returns the error for a file of an unknown format."""
     return UserError(f"cannot read {path}: the formats are {FORMATS}")
 
 
 def name_of(path: str) -> str:
-    """The name of a dataset: of a folder its name; of a file its name without the ending and the number of a shard.
+    """Returns the name of a dataset: a folder's name, or a file's without its ending and shard number.
 
-    Args:
-        path: as for `data_files`.
+    `path` is as for `data_files`.
     """
     name, colon, _ = path.rpartition(":")
     if colon and Path(name).is_dir():
@@ -76,7 +72,7 @@ def name_of(path: str) -> str:
 
 
 def _saved(folder: Path) -> dict[str, list[Path]]:
-    """The splits that `save_to_disk` wrote; none if it did not write the folder."""
+    """Returns the splits that `save_to_disk` wrote; none if it did not write the folder."""
     if (folder / "dataset_dict.json").is_file():
         names = json.loads((folder / "dataset_dict.json").read_text())["splits"]
         return {name: _saved_files(folder / name) for name in names}
@@ -91,7 +87,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _splits(folder: Path, configs: Mapping[str, Mapping[str, Any]], wanted: str) -> dict[str, list[Path]]:
-    """The splits of a copy of a hub repository: as its README lists them, or by the names of its files."""
+    """Returns the splits of a copy of a hub repository: those listed in its README, or by the names of its files."""
     if not configs:
         if wanted:
             raise ValueError(f"its README lists no configs, so there is no {wanted}")
@@ -114,14 +110,14 @@ def _splits(folder: Path, configs: Mapping[str, Mapping[str, Any]], wanted: str)
 
 
 def _inside(pattern: str) -> str:
-    """The README is others' text: it may only name files of its own folder."""
+    """Checks a pattern of a README: others wrote it, so it may only name files of its own folder."""
     if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
         raise ValueError(f"its README names {pattern}, which is outside the folder")
     return pattern
 
 
 def _configs(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """The configs in a README, by name."""
+    """Returns the configs in a README, by name."""
     from huggingface_hub.repocard import metadata_load
 
     readme = folder / "README.md"
@@ -130,7 +126,7 @@ def _configs(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _by_name(files: Iterable[Path]) -> dict[str, list[Path]]:
-    """Files without a split in their names are of the split `train`, unless others name theirs."""
+    """Groups files by the split in their names. Files without one are the split `train`, unless others name theirs."""
     splits: dict[str, list[Path]] = {}
     others: list[Path] = []
     for file in sorted(files):
@@ -147,7 +143,7 @@ def _split_in(name: str) -> str | None:
 
 
 def _chosen(folder: Path, kind: str, names: Iterable[str], wanted: str, before: str) -> str:
-    """The wanted name, or the only one."""
+    """Returns the wanted name, or the only one."""
     known = list(names)
     if not known:
         raise UserError(f"{folder} has no data files: the formats are {FORMATS}")

@@ -1,4 +1,4 @@
-"""Reads the layouts of published datasets, verl's, TRL's and ShareGPT's, as prompts and what belongs to them."""
+"""Reads rows of published datasets, in the layouts of verl, TRL and ShareGPT, as prompts and their ground truths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[dict[str, Any]]]
     """Each {function: {name, arguments}}, or {name, arguments}, with the arguments as an object."""
     tool_call_id: NotRequired[str]
-    """Of a message of the role `tool`, the call that it answers."""
+    """In a message of the role `tool`, the call that it answers."""
     name: NotRequired[str]
 
 
@@ -30,13 +30,12 @@ SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 PROMPTS = ("prompt", "messages", "conversations")
 """Columns of a prompt, in order of precedence."""
 TRUTHS = ("ground_truth", "answer", "solution")
-"""Columns of a ground truth outside `reward_model`, in order of precedence: beside an `answer`, a `solution` is the way
-to it (OpenR1-Math, NuminaMath)."""
+"""Columns of a ground truth outside `reward_model`, in order of precedence."""
 LAYOUT = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 """The columns of verl's layout."""
 _FORMULA = re.compile(r"(?<!\\)(\$\$?)(?!\$).+?(?<!\\)\1|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 CALLS = 'a list of {"function": {"name": ..., "arguments": {...}}}'
-"""What `tool_calls` should be, for errors."""
+"""The form of `tool_calls`, for errors."""
 
 
 class PromptRow(NamedTuple):
@@ -44,23 +43,19 @@ class PromptRow(NamedTuple):
 
     messages: Messages
     is_text: bool
-    """Whether the row has it as a text."""
+    """True if the row has it as text."""
     answer: str | list[dict[str, Any]] | None
-    """The response in the row, if there is one: its text, or its calls of tools."""
+    """The response in the row, if any: its text, or its tool calls."""
     columns: dict[str, Any]
-    """The columns that are neither the prompt nor of verl's layout."""
+    """The columns that are neither the prompt nor in verl's layout."""
 
 
 def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
-    """Find the prompt of a row.
+    """Finds the prompt of a row; raises UserError if there is none, or it is empty or malformed.
 
     Args:
-        row: a row with `prompt`, perhaps with `completion`; with `messages`; or with ShareGPT's `conversations`. In
-            the last two, a last message of the assistant is the answer.
-        where: file and row, for errors.
-
-    Raises:
-        UserError: there is no prompt, or it is empty or malformed.
+        row: a row with `prompt`, and possibly `completion`; with `messages`; or with ShareGPT's `conversations`. In the
+            last two, a last message of the assistant is the answer.
     """
     column = next((name for name in PROMPTS if row.get(name) is not None), None)
     if column is None:
@@ -90,46 +85,28 @@ def _answer(message: Message) -> str | list[dict[str, Any]]:
 
 
 def truth_of(row: Mapping[str, Any], answer: str | list[dict[str, Any]] | None, where: str) -> Any:
-    """The ground truth of a row: of `reward_model`, of a column in `TRUTHS`, or the answer.
-
-    Args:
-        row: the row.
-        answer: the response in the row, if there is one.
-        where: file and row, for errors.
-
-    Raises:
-        UserError: `reward_model` is not an object.
-    """
+    """Returns the ground truth of a row: of `reward_model`, of a column in `TRUTHS`, or the row's `answer`."""
     reward_model = row.get("reward_model") or {}
     if not isinstance(reward_model, dict):
         raise UserError(f"{where}: reward_model should be an object {{style, ground_truth}}, not {reward_model!r:.60}")
+    # beside an `answer`, a `solution` is its derivation (OpenR1-Math, NuminaMath)
     truths = (reward_model.get("ground_truth"), *map(row.get, TRUTHS), answer)
     return next((truth for truth in truths if truth is not None), None)
 
 
 def formulas_of(text: str) -> list[str]:
-    """The formulas in a text with LaTeX, as they are marked: by dollars, ``\\(...\\)`` or ``\\[...\\]``.
-
-    Args:
-        text: the text.
-    """
+    """Returns the formulas in a text with LaTeX, marked by dollars, ``\\(...\\)`` or ``\\[...\\]``."""
     return [match[0] for match in _FORMULA.finditer(text)]
 
 
 def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
-    """Validate messages; a plain text becomes a message of the user.
+    """Validates messages; plain text becomes a message of the user.
 
-    Keys that are null are left out, but not those of arguments. The arguments of `tool_calls` may be JSON in a text, as
-    OpenAI has them, and become an object, which chat templates expect (as in vLLM). A message that calls tools needs no
-    content.
+    Keys that are null are left out, except in arguments. The arguments of `tool_calls` may be JSON text, as in OpenAI's
+    API, and become an object, which chat templates expect (as in vLLM). A message that calls tools needs no content.
 
     Args:
         value: messages {role, content}, ShareGPT's {from, value}, or text.
-        where: file and row, for errors.
-        column: name of the column, for errors.
-
-    Raises:
-        UserError: the value is neither a text nor a non-empty list of messages.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -141,22 +118,13 @@ def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
 
 
 def text_of(message: Message) -> str:
-    """What a message says, with its calls of tools as JSON, for readers without a chat template.
-
-    Args:
-        message: the message.
-    """
+    """Returns the text of a message, with its tool calls as JSON, for readers without a chat template."""
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls", ())]
     return "\n".join([message["content"], *calls] if message["content"] else calls)
 
 
 def without_nulls(value: Any, but: str | None = None) -> Any:
-    """A value without the keys that are null, at any depth.
-
-    Args:
-        value: JSON.
-        but: a key whose value stays as it is.
-    """
+    """Returns JSON without the keys that are null, at any depth; the value of the key `but` is unchanged."""
     if isinstance(value, dict):
         return {
             name: member if name == but else without_nulls(member, but)
@@ -167,18 +135,13 @@ def without_nulls(value: Any, but: str | None = None) -> Any:
 
 
 def with_system(messages: Messages, row: Mapping[str, Any]) -> Messages:
-    """The messages after the text in the column `system` of a ShareGPT row, if it has one.
-
-    Args:
-        messages: the row's messages.
-        row: the row.
-    """
+    """Returns the messages after the text in a ShareGPT row's column `system`, if it has one."""
     system = row.get("system")
     return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
 
 
 def _message(value: Any, at: str) -> Message:
-    """A message; `at` is its place, for errors."""
+    """Validates a message; `at` is its place, for errors."""
     if not isinstance(value, dict):
         raise UserError(f"{at} should be a message {{role, content}}, and is {_shown(value)}")
     given = without_nulls(value, but="arguments")
@@ -218,7 +181,7 @@ def _message(value: Any, at: str) -> Message:
 
 
 def _call(call: Any, at: str, number: int) -> dict[str, Any]:
-    """A call of a tool, with its arguments as an object."""
+    """Validates a tool call, and makes its arguments an object."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
         raise UserError(f"{at}: tool_calls should be {CALLS}, and tool_calls[{number}] is {_shown(call)}")
@@ -228,7 +191,7 @@ def _call(call: Any, at: str, number: int) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except ValueError as error:
             raise UserError(f"{at} calls {_shown(name)} with arguments that are not JSON: {error}") from None
-    if arguments in (None, ""):  # of a function without parameters
+    if arguments in (None, ""):  # a function without parameters
         arguments = {}
     if not isinstance(arguments, dict):
         raise UserError(
@@ -239,10 +202,10 @@ def _call(call: Any, at: str, number: int) -> dict[str, Any]:
 
 
 def _state(message: Mapping[str, Any], key: str) -> str:
-    """What is wrong with a key."""
+    """Describes what is wrong with a key."""
     return f"{key} {_shown(message[key])}" if key in message else f"no {key}"
 
 
 def _shown(value: Any) -> str:
-    """The start of a value as JSON, which has no line breaks."""
+    """Returns the start of a value as JSON, which has no line breaks."""
     return f"{json.dumps(value, ensure_ascii=False, default=str):.60}"

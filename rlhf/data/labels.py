@@ -13,7 +13,7 @@ from ratchet.rlhf.errors import UserError, in_one_line
 
 Preferred = Literal["a", "b", "tie"]
 MEANS: Mapping[str, Preferred] = {"a": "a", "b": "b", "tie": "tie", "left": "a", "right": "b"}
-"""What a label may say; Label Studio's pairwise comparison says left and right."""
+"""Meanings of labels; Label Studio's pairwise comparison uses left and right."""
 LABELING_CONFIG = """<View>
   <Text name="prompt" value="$prompt"/>
   <Header value="Select the better answer, or a tie"/>
@@ -27,45 +27,37 @@ LABELING_CONFIG = """<View>
 """
 """Label Studio's labeling interface for the tasks of `label_studio_tasks`."""
 MISTAKES = 10
-"""Largest number of mistakes of a file that an error lists."""
+"""Maximum number of a file's mistakes that an error lists."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What is known of some pairs."""
+    """The labels of some pairs."""
 
     preferred: Mapping[str, Preferred]
     """The better answer, or a tie, by the pair's id."""
     skipped: int
-    """Number of pairs without a label: nobody judged them, or as many say one thing as another."""
+    """Number of pairs without a label: not judged, or with a tied vote."""
 
 
 def label_studio_tasks(pairs: Iterable[Mapping[str, Any]]) -> str:
-    """Write pairs as tasks that Label Studio imports.
+    """Formats pairs as tasks, in JSON, that Label Studio imports.
 
-    Args:
-        pairs: rows of `pair_id`, `prompt`, `answer_a` and `answer_b`.
-
-    Returns:
-        JSON.
+    `pairs` are rows of `pair_id`, `prompt`, `answer_a` and `answer_b`.
     """
     names = ("pair_id", "prompt", "answer_a", "answer_b")
     return json.dumps([{"data": {name: pair[name] for name in names}} for pair in pairs], ensure_ascii=False, indent=1)
 
 
 def read_labels(url: str, pair_ids: Collection[str]) -> Labels:
-    """Read the labels of pairs.
+    """Reads the labels of pairs.
 
     Args:
         url: Parquet or JSON file, a path or any fsspec URL: rows of `pair_id` and `preferred` (a, b, tie, or null for a
-            pair that was skipped), or what Label Studio exports as JSON. A pair may have several labels: most win.
-        pair_ids: the pairs.
-
-    Returns:
-        The labels.
+            skipped pair), or Label Studio's JSON export. A pair may have several labels: the majority wins.
 
     Raises:
-        UserError: a row is malformed, or of no pair; the message names up to ten of them. Or there is no label.
+        UserError: rows are malformed, or of no pair, with up to ten of them; or there is no label.
     """
     votes: dict[str, list[Preferred | None]] = defaultdict(list)
     mistakes: list[str] = []
@@ -90,7 +82,7 @@ def read_labels(url: str, pair_ids: Collection[str]) -> Labels:
 
 
 def _label(row: Mapping[str, Any]) -> tuple[str, list[Preferred | None]]:
-    """The pair of a row, and what each of its labellers prefers."""
+    """Returns the pair of a row, and the preference of each of its labellers."""
     task = row.get("data")
     if isinstance(task, Mapping):
         pair_id, said = task.get("pair_id"), list(_annotations(row))
@@ -106,7 +98,7 @@ def _label(row: Mapping[str, Any]) -> tuple[str, list[Preferred | None]]:
 
 
 def _annotations(task: Mapping[str, Any]) -> Iterator[object]:
-    """What the annotations of a task of Label Studio say; None for one that was skipped."""
+    """Yields the labels of a Label Studio task; None for a skipped one."""
     for annotation in task.get("annotations") or ():
         values = [result.get("value") or {} for result in annotation.get("result") or ()]
         choices = [choice for value in values for choice in value.get("choices") or ()]
@@ -125,7 +117,7 @@ def _preferred(said: object) -> Preferred | None:
 
 
 def _most(votes: Iterable[Preferred | None]) -> Preferred | None:
-    """What most say; None if nobody says anything, or as many say something else."""
+    """Returns the majority's label; None without votes, or on a tie."""
     counts = Counter(vote for vote in votes if vote is not None).most_common(2)
     if not counts or (len(counts) == 2 and counts[0][1] == counts[1][1]):
         return None

@@ -35,85 +35,65 @@ class Prompt:
     data_source: str
     messages: Messages
     ground_truth: str | None
-    """Ground truth of the reward: a text, or JSON; None if the dataset has none."""
+    """Ground truth of the reward: text, or JSON; None if the dataset has none."""
     ground_truth_is_json: bool
     extra_info: str
     """JSON; includes the row's columns that have no other place."""
     style: str | None = field(default=None, compare=False)
     """`reward_model.style`, if it names a reward."""
     is_text: bool = field(default=False, compare=False)
-    """Whether the row has the prompt as a text, and not as messages."""
+    """True if the row has the prompt as text, not as messages."""
     where: str = field(default="the data", compare=False)
     """File and row, for errors."""
 
     @property
     def original(self) -> str | Messages:
-        """The prompt as the row has it."""
+        """The prompt as in the row."""
         return self.messages[-1]["content"] if self.is_text else self.messages
 
     def after(self, system_prompt: str | None) -> Messages:
-        """The messages, with a system message in front if they have none."""
+        """Returns the messages, after the system message if they have none."""
         if system_prompt is None or self.messages[0]["role"] == "system":
             return self.messages
         return [{"role": "system", "content": system_prompt}, *self.messages]
 
     def size(self, system_prompt: str | None) -> int:
-        """Size of the messages' contents, in bytes."""
+        """Returns the size of the messages' contents, in bytes."""
         return sum(len(text_of(message).encode()) for message in self.after(system_prompt))
 
     @property
     def has_calls(self) -> bool:
-        """Whether a message calls tools."""
+        """True if a message calls tools."""
         return any("tool_calls" in message for message in self.messages)
 
 
 def structures(ground_truth: str | None, is_json: bool, extra_info: str) -> tuple[Any, Any]:
-    """Decode a prompt's ground truth and `extra_info` for a reward or an environment.
+    """Decodes a prompt's ground truth and `extra_info` for a reward or an environment.
 
-    Args:
-        ground_truth: text or JSON; None if there is none.
-        is_json: whether `ground_truth` is JSON.
-        extra_info: JSON.
-
-    Returns:
-        New objects with the values of the dataset, which the caller may modify.
+    Returns new objects, which the caller may modify.
     """
     truth = json.loads(ground_truth) if is_json and ground_truth is not None else ground_truth
     return truth, json.loads(extra_info) or {}
 
 
 def original(messages: str, is_text: bool) -> str | Messages:
-    """Decode a prompt for a reward.
-
-    Args:
-        messages: JSON; a system message may precede a prompt that is a text.
-        is_text: whether the dataset has the prompt as a text.
-
-    Returns:
-        The text, or the messages.
-    """
+    """Decodes a prompt, as text or messages like the dataset's, for a reward."""
     decoded: Messages = json.loads(messages)
+    # a system message may precede a prompt that is text
     return decoded[-1]["content"] if is_text else decoded
 
 
 BYTES_A_TOKEN = 100
-"""Upper bound on the mean bytes per token: a prompt that is larger than this is too long, and is not tokenized."""
+"""Upper bound on the mean bytes per token: a larger prompt is too long, and is not tokenized."""
 TEMPLATE = 128
 """Upper bound on the tokens that a chat template adds to a prompt. Every other token has at least one byte."""
 
 
 class PromptDataset:
-    """The prompts of some files, in order. They are read when they are asked for; see `ratchet.rlhf.data.files`."""
+    """The prompts of some files, in order. They are read on demand; see `ratchet.rlhf.data.files`."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        """Index the files.
-
-        Args:
-            paths: files, fsspec URLs, or local folders; see `data_files`.
-
-        Raises:
-            UserError: a file cannot be read, or there are no prompts.
-        """
+        """Indexes the files; see `data_files`. Raises UserError if there are no prompts."""
         self.paths = [str(path) for path in paths]
         self._files = [
             (number, name_of(path), files.open_rows(file))
@@ -123,7 +103,7 @@ class PromptDataset:
         """The rows of each file, with the number and the name of its path."""
         self._starts = list(accumulate((len(rows) for _, _, rows in self._files), initial=0))
         self._kept: array[int] | None = None
-        """The rows that are prompts of this dataset; None: all."""
+        """Rows of this dataset's prompts; None: all."""
         for number, path in enumerate(self.paths):
             if not self._sizes[number]:
                 raise UserError(f"{path}: no prompts")
@@ -143,7 +123,7 @@ class PromptDataset:
         return sum(self._sizes)
 
     def __getitem__(self, index: int) -> Prompt:
-        """Read a prompt. Raises `UserError` if its row is malformed; the message names it."""
+        """Reads a prompt. Raises UserError if its row is malformed; the message names it."""
         row = self.row(index)
         file = bisect_right(self._starts, row) - 1
         _, name, rows = self._files[file]
@@ -151,7 +131,7 @@ class PromptDataset:
         return _prompt(values, where, name)
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Read the prompts in order, as `__getitem__` does."""
+        """Reads the prompts in order, as `__getitem__` does."""
         if self._kept is not None:
             yield from (self[index] for index in range(len(self)))
             return
@@ -159,27 +139,23 @@ class PromptDataset:
             yield from (_prompt(values, where, name) for where, values in rows)
 
     def row(self, index: int) -> int:
-        """The number of a prompt's row in the files, which does not depend on the prompts that are left out.
-
-        Args:
-            index: index of the prompt.
-        """
+        """Returns the number of a prompt's row in the files, which does not depend on the prompts that are left out."""
         return index if self._kept is None else self._kept[index]
 
     def has_row(self, row: int) -> bool:
-        """Whether the dataset has the prompt of a row of the files."""
+        """Returns True if the dataset has the prompt of a row of the files."""
         if self._kept is None:
             return 0 <= row < len(self)
         place = bisect_left(self._kept, row)
         return place < len(self._kept) and self._kept[place] == row
 
     def index_of(self, row: int) -> int:
-        """The index of the prompt of a row of the files, which the dataset has; see `row`."""
+        """Returns the index of the prompt of a row of the files, which the dataset has; see `row`."""
         return row if self._kept is None else bisect_left(self._kept, row)
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over the digests of the files, in order."""
+        """The sha256 of the digests of the files, in order."""
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(bytes.fromhex(files.digest(path)))
@@ -188,16 +164,7 @@ class PromptDataset:
     def without_overlong(
         self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None
     ) -> PromptDataset:
-        """A copy without the prompts that are too long.
-
-        Args:
-            tokenizer: tokenizer of the actor.
-            max_tokens: largest number of tokens of a prompt.
-            system_prompt: system message for prompts that have none.
-
-        Raises:
-            UserError: no prompt of a file is left.
-        """
+        """Returns a copy without prompts of more than `max_tokens`. Raises UserError if no prompt of a file is left."""
         kept = PromptDataset(self.paths)
         kept._kept = array(
             "q",
@@ -208,6 +175,7 @@ class PromptDataset:
                 and len(tokenize_prompt(prompt, tokenizer, system_prompt)[1]) <= max_tokens
             ),
         )
+        # cached before prompts were left out
         del kept._sizes
         for path, size in zip(self.paths, kept._sizes, strict=True):
             if not size:
@@ -222,18 +190,13 @@ class PromptDataset:
         weights: Sequence[float] | None = None,
         chance: Callable[[int], float] | None = None,
     ) -> list[int]:
-        """Draw prompts from an endless sequence of epochs, each shuffled differently.
+        """Draws prompts from an endless sequence of epochs, each shuffled differently; returns their indices.
 
         Args:
-            seed: seed of the run.
             cursor: number of prompts drawn before.
-            count: number of prompts to draw.
             weights: weight of each path in the mixture; None: every prompt counts the same.
-            chance: the probability with which a prompt is taken, by its `row`; otherwise others of its file are tried.
-                None: always.
-
-        Returns:
-            Indices of prompts.
+            chance: the probability with which a prompt is accepted, by its `row`; otherwise others of its file are
+                tried. None: always.
         """
         sizes = self._sizes
         starts = list(accumulate(sizes, initial=0))
@@ -255,18 +218,8 @@ def _chance(chance: Callable[[int], float], dataset: PromptDataset, starts: Sequ
 def check_length(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None
 ) -> None:
-    """Check that a prompt is not too long. One with few enough bytes is not tokenized, unless it calls tools, around
-    which templates write more.
-
-    Args:
-        prompt: the prompt.
-        tokenizer: tokenizer of the actor.
-        max_tokens: largest number of tokens of a prompt.
-        system_prompt: system message for a prompt that has none.
-
-    Raises:
-        UserError: the prompt is too long.
-    """
+    """Raises UserError if a prompt is too long."""
+    # few enough bytes need no tokenization, except for tool calls, around which templates write more
     if prompt.has_calls or prompt.size(system_prompt) + TEMPLATE > max_tokens:
         encode(prompt, tokenizer, max_tokens=max_tokens, truncation="error", system_prompt=system_prompt)
 
@@ -279,20 +232,10 @@ def encode(
     truncation: str,
     system_prompt: str | None = None,
 ) -> tuple[str, list[int]]:
-    """Render a prompt as text and tokens, and truncate the tokens.
+    """Renders a prompt as text, which is never truncated, and as tokens, which are.
 
     Args:
-        prompt: the prompt.
-        tokenizer: tokenizer of the actor; its chat template is used. Without one, the contents are joined.
-        max_tokens: largest number of tokens.
         truncation: `error`, or the part that is cut from a longer prompt: `left`, `right` or `middle`.
-        system_prompt: system message for a prompt that has none.
-
-    Returns:
-        The text, which is never truncated, and the tokens.
-
-    Raises:
-        UserError: the prompt is empty, or too long with truncation `error`, or cannot be rendered.
     """
     if truncation == "error" and (size := prompt.size(system_prompt)) > BYTES_A_TOKEN * max_tokens:
         raise UserError(
@@ -309,6 +252,7 @@ def encode(
                 f"({text[:60]!r}...): raise it, or set data.truncation"
             )
         assert truncation != "drop", "the dataset has no prompts that are too long"
+        # special tokens at the beginning are never cut
         special = [] if tokenizer.chat_template else beginning(ids[1:], tokenizer)
         kept = len(special) if ids[: len(special)] == special else 0
         head = {"left": kept, "middle": max_tokens // 2, "right": max_tokens}[truncation]
@@ -319,22 +263,13 @@ def encode(
 def tokenize_prompt(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
 ) -> tuple[str, list[int]]:
-    """Render a prompt as text and tokens, without truncation.
-
-    Args:
-        prompt: the prompt.
-        tokenizer: tokenizer of the actor; its chat template is used. Without one, the contents are joined.
-        system_prompt: system message for a prompt that has none.
-
-    Raises:
-        UserError: the prompt cannot be rendered; see `render`.
-    """
+    """Renders a prompt as text and tokens, without truncation. Without a chat template, the contents are joined."""
 
     def template(messages: Messages) -> str:
         return render(messages, tokenizer, prompt.where, add_generation_prompt=True)
 
     messages = prompt.after(system_prompt)
-    if tokenizer.chat_template:  # which writes the special tokens
+    if tokenizer.chat_template:  # a template writes the special tokens itself
         written = render_contents(template, messages, tokenizer)
         return written.text, token_ids(written, tokenizer)
     text = template(messages)
@@ -344,17 +279,7 @@ def tokenize_prompt(
 def render(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, where: str, *, add_generation_prompt: bool = False
 ) -> str:
-    """Render messages as text.
-
-    Args:
-        messages: the messages.
-        tokenizer: its chat template is used. Without one, the contents are joined.
-        where: file and row, for errors.
-        add_generation_prompt: whether the start of the assistant's next message follows.
-
-    Raises:
-        UserError: the template refuses the messages, or there are calls of tools, which it does not render.
-    """
+    """Renders messages as text. Without a chat template, the contents are joined."""
     from jinja2 import TemplateError
 
     template = tokenizer.chat_template
@@ -371,16 +296,14 @@ def render(
                 add_generation_prompt=add_generation_prompt,
             )
         )
-    except (TemplateError, TypeError) as error:  # of a role, or of another form than the template expects
+    except (TemplateError, TypeError) as error:  # an unknown role, or another form than the template expects
         raise UserError(f"{where}: the chat template refuses the messages: {in_one_line(error)}") from None
 
 
 def tokenize_start(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize the start of a sequence that will be continued, without a chat template.
+    """Tokenizes the start of a sequence that will be continued, without a chat template.
 
-    Args:
-        text: the text; it may already start with the beginning-of-sequence token.
-        tokenizer: its special tokens are put before the text, but none after it.
+    The tokenizer's special tokens are put before the text, which may start with one already, but none after it.
     """
     bos = tokenizer.bos_token or ""
     first = bos if text.startswith(bos) else ""
@@ -390,32 +313,24 @@ def tokenize_start(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def beginning(plain: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that the tokenizer puts before a sequence.
+    """Returns the special tokens that the tokenizer puts before a sequence.
 
-    Args:
-        plain: tokens of the sequence, without special tokens.
-        tokenizer: the tokenizer.
-
-    Returns:
-        The special tokens; none if `plain` already starts with the beginning-of-sequence token.
+    None if `plain`, its tokens, already starts with the beginning-of-sequence token.
     """
     if plain[:1] == [tokenizer.bos_token_id]:
         return []
     sample = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     whole = list(tokenizer("a")["input_ids"])
+    # the special tokens before those of the text itself
     starts = (at for at in range(len(whole) - len(sample) + 1) if whole[at : at + len(sample)] == sample)
     return whole[: next(starts, 0)]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a message of the assistant.
+    """Returns the tokens that end a message of the assistant.
 
-    Args:
-        tokenizer: tokenizer of the model.
-
-    Returns:
-        The tokens that the chat template writes after a message, up to and including the first special tokens
-        (`<|im_end|>`, `<end_of_turn>`); without a template, or without special tokens there, the end of sequence.
+    They are those that the chat template writes after a message, up to and including the first special tokens
+    (`<|im_end|>`, `<end_of_turn>`); without a template, or without special tokens there, the end-of-sequence token.
     """
     from jinja2 import TemplateError
 
@@ -438,21 +353,11 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def with_response(
     messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, where: str = "the prompt"
 ) -> tuple[Rendered, int | None]:
-    """Render a prompt and its response for a reward model.
-
-    Args:
-        messages: messages of the prompt.
-        response: text of the response.
-        tokenizer: tokenizer of the reward model; its chat template is used. Without one, the contents are joined and
-            end with the end of sequence.
-        where: file and row, for errors.
+    """Renders a prompt and its response for a reward model. Without a chat template, the contents are joined.
 
     Returns:
         The rendered conversation, and the position of the response in its text; None if the template changes the
         response.
-
-    Raises:
-        UserError: the prompt cannot be rendered; see `render`.
     """
     conversation: Messages = [*messages, {"role": "assistant", "content": response}]
     if not tokenizer.chat_template:
@@ -473,7 +378,7 @@ def with_response(
 
 
 def _prompt(row: Mapping[str, Any], where: str, source: str) -> Prompt:
-    """A row as a prompt; `source` is the data source of a row that names none."""
+    """Converts a row to a prompt; `source` is the data source of a row that names none."""
     question = question_of(row, where)
     truth = truth_of(row, question.answer, where)
     extra, style = row.get("extra_info"), (row.get("reward_model") or {}).get("style")

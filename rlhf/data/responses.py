@@ -1,7 +1,7 @@
 """Decodes responses: the only way from a policy's tokens to the text that rewards, environments and agents read.
 
-Special tokens are part of it, such as an `<answer>` or the mark of a tool call that the tokenizer calls special. Only
-what stands around turns is left out.
+Special tokens are kept, such as an `<answer>` or the mark of a tool call that the tokenizer declares special. Only the
+tokens around turns are left out.
 """
 
 from __future__ import annotations
@@ -18,28 +18,17 @@ if TYPE_CHECKING:
 
 
 def response_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Decode tokens of a response.
-
-    Args:
-        ids: a response, or a part of one such as a turn.
-        tokenizer: tokenizer of the policy.
-
-    Returns:
-        The text, without the tokens that stand `around_turns`.
-    """
+    """Decodes tokens of a response, or of a part such as a turn, without the tokens `around_turns`."""
     left_out = around_turns(tokenizer)
     return str(tokenizer.decode([token for token in ids if token not in left_out], skip_special_tokens=False))
 
 
 def around_turns(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that stand around turns, and are no part of their text.
+    """Returns the tokens around turns, which are not part of their text.
 
-    Args:
-        tokenizer: tokenizer of the policy.
-
-    Returns:
-        The beginning and the ends of a sequence, padding, and the special tokens that the chat template writes from the
-        end of a message to the content of the next one. Tags (`<think>` and `</think>`) are text, whoever writes them.
+    They are the beginning and the ends of a sequence, padding, and the special tokens that the chat template writes
+    between a message's end and the content of the next one. Tags (`<think>` and `</think>`) are text, whoever writes
+    them.
     """
     state, template = state_of(tokenizer), str(tokenizer.chat_template)
     if template not in state.around_turns:
@@ -48,12 +37,7 @@ def around_turns(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def set_response_ends(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> None:
-    """Take tokens for ends of a response, too, from now on.
-
-    Args:
-        tokenizer: tokenizer of the policy.
-        ids: the ends that the model's generation config has.
-    """
+    """Makes further tokens, those of the model's generation config, end a response."""
     state_of(tokenizer).ends = frozenset(ids)
 
 
@@ -69,7 +53,7 @@ def _tokens_around(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _between_turns(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the chat template writes after the first message of a conversation, without a start of the next one."""
+    """Returns the tokens that the chat template writes around messages, except before the first one."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -77,6 +61,6 @@ def _between_turns(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     messages: Messages = [{"role": role, "content": CONTENT} for role in ("user", "assistant", "user")]
     try:
         text = " ".join(around_content(messages, tokenizer)[1:])
-    except TemplateError:  # it has other roles
+    except TemplateError:  # the template has other roles
         return []
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

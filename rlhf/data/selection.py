@@ -1,4 +1,4 @@
-"""Options that choose trajectories for training data."""
+"""Options that select trajectories for training data."""
 
 from __future__ import annotations
 
@@ -16,34 +16,32 @@ class Kind(StrEnum):
 
     @property
     def is_of_pairs(self) -> bool:
-        """Whether a row has a preferred and a rejected answer."""
+        """True if a row has a preferred and a rejected answer."""
         return self in (Kind.dpo, Kind.reward_model)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows are made of the trajectories."""
+    """The rows to make from trajectories."""
 
     kind: Kind
     min_score: float | None = None
-    """Smallest score of an answer that is to be learned: the best of its group, the preferred one of a pair, or one
-    that is labelled true. None: for sft and kto the score of a solved answer, if the run knows it; else there is no
-    limit, and labels compare with the mean of the group."""
+    """Minimum score of an answer to train on: a group's best, a pair's preferred one, or one labelled true.
+
+    None: for sft and kto the score of a solved answer, if the run knows it; otherwise there is no limit, and labels
+    compare with the group's mean.
+    """
     margin: float | None = None
-    """Smallest difference of the scores of a pair. None: any."""
+    """Minimum difference of a pair's scores. None: any."""
     similarity: float = 0.9
-    """Jaccard index from which on two rows are near-duplicates. 1: only exact duplicates are left out."""
+    """Minimum Jaccard index of near-duplicate rows. 1: only exact duplicates are left out."""
     decontaminate: bool = True
-    """Whether rows that hold a validation prompt are left out."""
+    """True: rows that contain a validation prompt are left out."""
     balance: bool = False
-    """Whether each data source has as many rows as the smallest."""
+    """True: each data source has as many rows as the smallest."""
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            UserError: a value is out of range, or does not go with the kind.
-        """
+        """Raises UserError if a value is out of range, or does not fit the kind."""
         if self.margin is not None and not self.kind.is_of_pairs:
             raise UserError(
                 f"--margin is the difference of a pair, and --kind {self.kind} makes none: leave it out, or choose "

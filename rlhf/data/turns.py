@@ -1,12 +1,12 @@
-"""Tokens of conversations whose turns only the chat template writes.
+"""Tokenizes conversations so that only the chat template can start or end turns.
 
-A content that holds a control token, such as a web page with `<|im_end|>`, would end its turn and begin another one if
-the rendered conversation were tokenized as it is. So the special tokens that the template writes are told apart from
-those in contents, which become the tokens of plain text.
+A content with a control token, such as a web page with `<|im_end|>`, would end its turn and start another one if the
+rendered conversation were tokenized as it is. So the special tokens that the template writes are distinguished from
+those in contents, which are tokenized as plain text.
 
 Special tokens are split. Added tokens that are not special (`<tool_call>` in Qwen's tokenizers) are words of the
-vocabulary, and stay so in any text. What a template writes as plain text (Zephyr's `<|user|>`) has no token that could
-tell it apart from a content.
+vocabulary, and stay so in any text. A template's plain text (Zephyr's `<|user|>`) has no token that could distinguish
+it from a content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONTENT = token_hex(16)
-"""Stands for a content where it matters what a chat template writes around it; no text contains it."""
+"""Placeholder for a content, to find what a chat template writes around it; no text contains it."""
 Span = tuple[int, int]
 """First character of a part of a text, and the one after its last."""
 
@@ -39,7 +39,7 @@ class Rendered(NamedTuple):
 
     text: str
     special: tuple[Span, ...] | None
-    """The special tokens that the template wrote, in order; None: all that the text has."""
+    """The special tokens that the template wrote, in order; None: all in the text."""
 
 
 class Tokens(NamedTuple):
@@ -47,22 +47,17 @@ class Tokens(NamedTuple):
 
     ids: list[int]
     spans: list[Span]
-    """The part of the text that each token stands for."""
+    """The part of the text that each token encodes."""
 
 
 def render_contents(template: Callable[[T], str], contents: T, tokenizer: PreTrainedTokenizerBase) -> Rendered:
-    """Render contents, and find the special tokens that the template writes itself.
+    """Renders contents, and finds the special tokens that the template writes itself.
 
     Contents without special tokens are rendered once. Others are rendered again with random marks at their special
-    tokens: beside them, or, if the template then writes something else because it looks at them, in their place.
+    tokens: beside them, or, if the template inspects them and then writes something else, in their place.
 
     Args:
-        template: renders contents as text.
-        contents: what others wrote: texts, or lists and dictionaries of texts at any depth.
-        tokenizer: the tokenizer whose special tokens count.
-
-    Returns:
-        The text, and which of its special tokens are the template's.
+        contents: texts written by others, or lists and dictionaries of texts at any depth.
     """
     text, state = template(contents), state_of(tokenizer)
     found = sorted(state.within(contents))
@@ -79,15 +74,7 @@ def render_contents(template: Callable[[T], str], contents: T, tokenizer: PreTra
 
 
 def token_ids(written: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize a rendered conversation, to which the tokenizer adds nothing.
-
-    Args:
-        written: the result of `render_contents`.
-        tokenizer: the tokenizer.
-
-    Returns:
-        Token ids: those of the text as a whole if no content has special tokens.
-    """
+    """Tokenizes a rendered conversation, without adding anything."""
     if written.special is None:
         return list(tokenizer(written.text, add_special_tokens=False)["input_ids"])
     if tokenizer.is_fast:
@@ -100,12 +87,7 @@ def token_ids(written: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def tokens(written: Rendered, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Tokenize a rendered conversation as `token_ids` does, and locate the tokens.
-
-    Args:
-        written: the result of `render_contents`.
-        tokenizer: a fast tokenizer.
-    """
+    """Tokenizes a rendered conversation as `token_ids` does, with a fast tokenizer, and locates the tokens."""
     if written.special is None:
         encoding = tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True)
         return Tokens(list(encoding["input_ids"]), list(encoding["offset_mapping"]))
@@ -113,52 +95,34 @@ def tokens(written: Rendered, tokenizer: PreTrainedTokenizerBase) -> Tokens:
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize a text that no template writes.
-
-    Args:
-        text: a content as a whole.
-        tokenizer: the tokenizer; it adds nothing.
-    """
+    """Tokenizes a content that no template writes, without adding anything."""
     return token_ids(render_contents(str, text, tokenizer), tokenizer)
 
 
 def around_content(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, is_prompt: bool = False) -> list[str]:
-    """What the chat template writes before, between and after the places where it writes `CONTENT`.
+    """Returns what the chat template writes before, between and after the places where it writes `CONTENT`.
 
-    Args:
-        messages: messages, among whose contents is `CONTENT`.
-        tokenizer: tokenizer with a chat template.
-        is_prompt: whether the start of the assistant's next message follows.
-
-    Raises:
-        TemplateError: the template refuses the messages.
+    With `is_prompt` the start of the assistant's next message follows. Raises TemplateError if the template refuses.
     """
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt)
     return str(text).split(CONTENT)
 
 
 def special_in(contents: object, tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The special tokens in contents.
-
-    Args:
-        contents: texts, or lists and dictionaries of texts at any depth.
-        tokenizer: the tokenizer.
-    """
+    """Returns the special tokens in contents: texts, or lists and dictionaries of texts at any depth."""
     return state_of(tokenizer).within(contents)
 
 
 def treat_special_tokens(tokenizer: PreTrainedTokenizerBase, treatment: SpecialTokens) -> None:
-    """Set what becomes of special tokens in contents: by default they are split.
+    """Sets the treatment of special tokens in a tokenizer's contents from now on: by default they are split.
 
-    Args:
-        tokenizer: the tokenizer for which this holds from now on.
-        treatment: `data.special_tokens`. To `keep` them is to take them for those of the template.
+    To `keep` them is to treat them like those of the template.
     """
     state_of(tokenizer).kept = treatment == "keep"
 
 
 def _unmarked(marked: str, way: Mapping[str, str], mark: str, special: re.Pattern[str]) -> Rendered:
-    """Restore what a template wrote of marked contents; `way` says how each token was marked."""
+    """Restores what a template wrote of marked contents; `way` maps each token to its mark."""
     tokens_of = {shown: token for token, shown in way.items()} | {mark: ""}
     text, found = "", list[Span]()
     for number, piece in enumerate(re.split(f"({_any_of(tokens_of)})", marked)):
@@ -171,7 +135,7 @@ def _unmarked(marked: str, way: Mapping[str, str], mark: str, special: re.Patter
 
 
 def _pieces(written: Rendered) -> Iterator[tuple[str, str]]:
-    """The texts before the template's special tokens, with these, and the rest with an empty one."""
+    """Yields the texts before the template's special tokens, with these, and the rest with an empty one."""
     assert written.special is not None
     done = 0
     for start, end in (*written.special, (len(written.text), len(written.text))):
@@ -180,19 +144,20 @@ def _pieces(written: Rendered) -> Iterator[tuple[str, str]]:
 
 
 def _any_of(texts: Collection[str]) -> str:
-    """A pattern of texts, of which the longest counts, as in tokenizers."""
+    """Returns a pattern of texts, the longest of which wins, as in tokenizers."""
+    # without texts, a pattern that matches nothing
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)"
 
 
 class TokenizerState:
-    """What is kept of a tokenizer: its special tokens, what becomes of them, and what stands around turns."""
+    """State kept per tokenizer: its special tokens, their treatment, and the tokens around turns."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.names = {*added, *tokenizer.all_special_tokens} - {""}
         self.pattern = re.compile(_any_of(self.names))
         self.kept = False
-        """Whether those in contents are taken for the template's."""
+        """True if special tokens in contents are treated like the template's."""
         self.ends = frozenset[int]()
         """Further ends of a response; see `ratchet.rlhf.data.responses`."""
         self.around_turns: dict[str, frozenset[int]] = {}
@@ -200,7 +165,7 @@ class TokenizerState:
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
 
     def within(self, contents: object) -> set[str]:
-        """Those in some contents."""
+        """Returns the special tokens in contents."""
         if isinstance(contents, str):
             return set(self.pattern.findall(contents))
         if isinstance(contents, Mapping):
@@ -208,7 +173,7 @@ class TokenizerState:
         return set().union(*map(self.within, contents)) if isinstance(contents, list | tuple) else set()
 
     def marked(self, contents: T, way: Mapping[str, str]) -> T:
-        """The contents with each of these tokens replaced."""
+        """Returns the contents with each of these tokens replaced."""
         found: object = contents
         if isinstance(contents, str):
             found = self.pattern.sub(lambda match: way[match[0]], contents)
@@ -220,16 +185,16 @@ class TokenizerState:
 
     @cached_property
     def splitting(self) -> _Splitting:
-        """Built when it is first needed: a large vocabulary takes seconds."""
+        """The tokenizer that splits special tokens, built on first use: a large vocabulary takes seconds."""
         assert self._backend is not None, "only of a fast tokenizer"
         return _Splitting(self._backend.to_str(), self.names)
 
 
 class _Splitting:
-    """A copy of a fast tokenizer that knows its special tokens by other, random names.
+    """A copy of a fast tokenizer in which special tokens have other, random names.
 
-    So it takes none for a special token that a text spells, neither as an added token nor as a piece of its model, and
-    what comes before and after one that the template wrote is tokenized as it always is.
+    So it never takes text that spells a special token for one, neither as an added token nor as a piece of its model,
+    and the text around the template's own special tokens is tokenized as always.
     """
 
     def __init__(self, tokenizer: str, special: Collection[str]) -> None:
@@ -247,7 +212,7 @@ class _Splitting:
         _rename(described["model"], self._names)
         self._tokenizer = Tokenizer.from_str(json.dumps(described))
         self._ids = {self._tokenizer.token_to_id(name): number for name, number in ids.items()}
-        """The added tokens' ids, by those in the copy."""
+        """The added tokens' ids, by their ids in the copy."""
 
     def tokens(self, written: Rendered) -> Tokens:
         """See the function `tokens`."""
@@ -270,7 +235,7 @@ class _Splitting:
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename tokens in the `model` of a tokenizer.json."""
+    """Renames tokens in the `model` of a tokenizer.json."""
     vocabulary = model["vocab"]
     if isinstance(vocabulary, list):  # pieces with their scores
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
@@ -278,6 +243,7 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
         if "merges" in model:
             pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+            # no merge may produce a special token
             model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
@@ -287,7 +253,7 @@ _known: WeakKeyDictionary[PreTrainedTokenizerBase, TokenizerState] = WeakKeyDict
 
 
 def state_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerState:
-    """The state of a tokenizer, which lives as long as the tokenizer."""
+    """Returns the state of a tokenizer, which lives as long as the tokenizer."""
     if tokenizer not in _known:
         _known[tokenizer] = TokenizerState(tokenizer)
     return _known[tokenizer]

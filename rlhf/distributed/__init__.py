@@ -1,1 +1,1 @@
-"""Processes and devices that compute a model together."""
+"""The processes and devices that compute a model together."""

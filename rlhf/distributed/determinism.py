@@ -1,6 +1,6 @@
 """Deterministic computing (`run.deterministic`): the same bits each time, on the same machines with the same packages.
 
-On the CPU all engines are deterministic anyway. On a GPU this takes slower kernels, and an operation that has no
+On the CPU all engines are deterministic anyway. On a GPU this needs slower kernels, and an operation without a
 deterministic kernel fails.
 """
 
@@ -12,19 +12,19 @@ from contextlib import contextmanager
 
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "FLASH_ATTENTION_DETERMINISTIC": "1",  # of the package flash-attn, read by transformers
+    "FLASH_ATTENTION_DETERMINISTIC": "1",  # the package flash-attn; transformers reads it
     "NCCL_NVLS_ENABLE": "0",  # sums within a switch
     "NCCL_COLLNET_ENABLE": "0",
 }
-"""Variables that libraries read when they start; those that are set already stay."""
+"""Variables that libraries read when they start; existing values are kept."""
 VLLM_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1"}
-"""In addition for vLLM on a GPU: a response then does not depend on what is computed beside it."""
+"""Further variables for vLLM on a GPU: a response then does not depend on the rest of its batch."""
 
 
 def enforce() -> None:
-    """Make this process compute deterministically. Call it before CUDA starts.
+    """Makes this process compute deterministically; called before CUDA starts.
 
-    With this setting PyTorch itself takes the deterministic kernels of `sdpa`.
+    With this setting PyTorch itself chooses the deterministic kernels of `sdpa`.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -39,7 +39,7 @@ def enforce() -> None:
 
 @contextmanager
 def relaxed() -> Iterator[None]:
-    """Allow operations of which PyTorch has no deterministic kernel."""
+    """Allows operations for which PyTorch has no deterministic kernel."""
     import torch
 
     enforced = torch.are_deterministic_algorithms_enabled()

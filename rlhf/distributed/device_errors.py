@@ -9,7 +9,7 @@ from ratchet.rlhf.errors import RatchetError, in_one_line
 
 
 def out_of_memory(error: BaseException) -> RatchetError | None:
-    """Return the error for a user if GPU memory ran out, else None."""
+    """Returns the error for a user if GPU memory ran out, else None."""
     import torch
 
     if not isinstance(error, torch.OutOfMemoryError):
@@ -19,12 +19,10 @@ def out_of_memory(error: BaseException) -> RatchetError | None:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether a GPU or a collective operation failed, so that only new processes can go on.
-
-    gloo raises plain `RuntimeError`s, which name its source files.
-    """
+    """Returns True if a GPU or a collective operation failed, so that only new processes can continue."""
     import torch
     import torch.distributed as dist
 
+    # gloo raises plain RuntimeErrors, which name its source files
     is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     return is_gloo or isinstance(error, dist.DistError | torch.AcceleratorError)

@@ -1,7 +1,7 @@
 """Host memory for state that leaves its device while another model computes there.
 
-Only the memory behind the tensors moves. The tensors themselves stay, and so does everything that refers to them:
-views, flat buffers that engines share parameters from, sharded tensors, optimizers.
+Only the memory behind the tensors moves. The tensors themselves stay, and so do all references to them: views, flat
+buffers whose memory engines' parameters share, sharded tensors, optimizers.
 
 PyTorch rounds each pinned buffer up to a power of two, nearly twice the size of most tensors. So buffers are cut from a
 few slabs, whose sizes are powers of two.
@@ -24,33 +24,28 @@ if TYPE_CHECKING:
 SLAB = 2**32
 """Size of the largest slab in bytes."""
 SMALL_SLAB = 2**24
-"""What is left of this many bytes is one slab."""
+"""A remainder of up to this many bytes is one slab."""
 ALIGNMENT = 64
-"""Each part of a buffer begins at a multiple of so many bytes of its slab."""
+"""Each part of a buffer begins at a multiple of this many bytes in its slab."""
 
 
 def host_memory(size: int, device: torch.device) -> Tensor:
-    """Allocate host memory that a device copies from and to: pinned, if it is a GPU.
+    """Allocates `size` bytes of host memory, uint8, pinned if the device is a GPU.
 
-    Args:
-        size: bytes; pinned memory takes the next power of two.
-        device: the device.
-
-    Returns:
-        Shape (size,), uint8.
+    Pinned memory takes the next power of two.
     """
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def cut(sizes: Sequence[int], allocate: Callable[[int], Tensor]) -> list[list[Tensor]]:
-    """Cut buffers from a few slabs, which are freed when none of their buffers is in use.
+    """Cuts buffers from a few slabs, which are freed when none of their buffers is in use.
 
     Args:
         sizes: size of each buffer in bytes, at least 1.
-        allocate: allocates a slab of so many bytes, a power of two.
+        allocate: allocates a slab of a number of bytes, a power of two.
 
     Returns:
-        The parts of each buffer, uint8: one, except of the few that fill what others left of several slabs.
+        The parts of each buffer, uint8: usually one; a few buffers fill the remainders of several slabs.
     """
     aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     slab_sizes = _slab_sizes(sum(aligned))
@@ -70,7 +65,7 @@ def cut(sizes: Sequence[int], allocate: Callable[[int], Tensor]) -> list[list[Te
 
 
 def _slab_sizes(total: int) -> list[int]:
-    """Powers of two that are so many bytes together, or a few more."""
+    """Returns powers of two that sum to this many bytes, or a few more."""
     sizes: list[int] = []
     while total > SMALL_SLAB:
         sizes.append(min(SLAB, _power_of_two(total // 2 + 1)))
@@ -79,31 +74,27 @@ def _slab_sizes(total: int) -> list[int]:
 
 
 def _power_of_two(size: int) -> int:
-    """The smallest that is not less than a size."""
+    """Returns the smallest power of two that is not less than a size."""
     return int(1 << (size - 1).bit_length())
 
 
 class HostBuffers:
-    """A part of an engine's state that may be away from its device.
+    """Host buffers for an engine's state that is away from its device.
 
-    The buffers are allocated once and reused, since allocating and pinning host memory takes longer than the copy.
+    They are allocated once and reused, since allocating and pinning host memory takes longer than the copy.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start with everything on the device.
-
-        Args:
-            device: the device that the state leaves; on the CPU "away" is other host memory.
-        """
+        """Starts with everything on the device. On the CPU, "away" is other host memory."""
         self.device = device
         self._away: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
-        """Memory of the device, by its identity, and the parts of the buffer that has its bytes."""
+        """The device's memory by its identity, and the parts of the buffer that holds its bytes."""
         self._spare: dict[int, list[list[Tensor]]] = defaultdict(list)
-        """Buffers that are not in use, by size in bytes."""
+        """Unused buffers, by size in bytes."""
 
     @property
     def in_use(self) -> bool:
-        """Whether anything is away."""
+        """True if anything is away."""
         return bool(self._away)
 
     @property
@@ -112,14 +103,10 @@ class HostBuffers:
         return sum(len(part) for _, buffer in self._away.values() for part in buffer)
 
     def take(self, tensors: Iterable[Tensor]) -> bool:
-        """Copy tensors to the buffers, and free their memory on the device. Until `give_back` they can only be read
-        through `readable`.
+        """Copies tensors to the buffers, and frees their memory on the device; returns True if any was freed.
 
-        Args:
-            tensors: the tensors; those that share memory leave together. Those on another device stay as they are.
-
-        Returns:
-            Whether any memory was freed.
+        Until `give_back` they can only be read through `readable`. Tensors that share memory leave together; those on
+        another device stay.
         """
         leaving: dict[int, UntypedStorage] = {}
         for tensor in tensors:
@@ -137,11 +124,12 @@ class HostBuffers:
         if leaving:
             self._synchronize()
         for storage in leaving.values():
+            # frees the memory, while tensors keep their storage
             storage.resize_(0)
         return bool(leaving)
 
     def give_back(self) -> None:
-        """Copy everything that is away back to the device."""
+        """Copies everything that is away back to the device."""
         for storage, buffer in self._away.values():
             size = sum(len(part) for part in buffer)
             storage.resize_(size)
@@ -153,23 +141,24 @@ class HostBuffers:
         self._away = {}
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Return a tensor whose values can be read: the tensor itself, or if it is away, one on its buffer."""
+        """Returns a tensor whose values can be read: the tensor itself, or if it is away, one on its buffer."""
         local = local_of(tensor)
         if local.untyped_storage()._cdata not in self._away:
             return tensor
         _, buffer = self._away[local.untyped_storage()._cdata]
+        # elements from the first to the last
         spread = sum((size - 1) * stride for size, stride in zip(local.size(), local.stride(), strict=True))
         start = int(local.storage_offset()) * local.itemsize
         end = start + (int(spread) + 1) * local.itemsize if local.numel() else start
         on_host = _range(buffer, start, end).view(local.dtype)
         on_host = on_host.as_strided(local.size(), local.stride(), on_host.storage_offset())
-        # what `.cpu()` makes of a sharded tensor
+        # as `.cpu()` does with a sharded tensor
         if isinstance(tensor, DTensor):
             return DTensor(on_host, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return on_host
 
     def _buffers(self, sizes: Sequence[int]) -> list[list[Tensor]]:
-        """Take buffers of these sizes from the spare ones, and new ones where there are too few."""
+        """Takes buffers of these sizes from the spare ones, and allocates new ones where there are too few."""
         spare = [self._spare[size].pop() if self._spare[size] else None for size in sizes]
         missing = [size for size, buffer in zip(sizes, spare, strict=True) if buffer is None]
         new = iter(cut(missing, partial(host_memory, device=self.device)))
@@ -181,11 +170,8 @@ class HostBuffers:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give the device memory that torch keeps for later back to the driver, so that another process can have it.
-
-    Args:
-        device: this process's device; on the CPU there is nothing to do.
-    """
+    """Returns the memory that torch caches to the driver, so that another process can have it."""
+    # reference cycles may still hold tensors
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -193,19 +179,19 @@ def release_memory(device: torch.device) -> None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, which may be sharded."""
+    """Returns this rank's share of a tensor, which may be sharded."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _parts(storage: UntypedStorage, buffer: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each part of a buffer, and the bytes of the device's memory that it is for."""
+    """Yields each part of a buffer, and the bytes of the device's memory that it holds."""
     sizes = [len(part) for part in buffer]
     yield from zip(buffer, torch.split(_bytes_of(storage), sizes), strict=True)
 
 
 def _range(buffer: list[Tensor], start: int, end: int) -> Tensor:
-    """The bytes of a range: those of the buffer itself, unless they lie in several parts."""
+    """Returns the bytes of a range: those of the buffer itself, unless they lie in several parts."""
     found: list[Tensor] = []
     for part in buffer:
         if start < len(part) and end > 0:

@@ -1,7 +1,7 @@
 """Ranks: the processes that compute a model together and make the same calls (SPMD).
 
-A single process is a group of one, which needs no setup and no communication. Functions import torch when they are
-called, so that this module is cheap to import.
+A single process is a group of one, which needs no setup and no communication. Functions import torch when called, so
+that this module is cheap to import.
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ if TYPE_CHECKING:
 
 
 def rank() -> int:
-    """Return this process's rank, from 0."""
+    """Returns this process's rank, from 0."""
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def count() -> int:
-    """Return the number of ranks."""
+    """Returns the number of ranks."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def join(rank: int, count: int, rendezvous: Rendezvous | str, timeout_s: float = 1800.0) -> None:
-    """Join a group of ranks; blocks until all have joined.
+    """Joins a group of ranks; blocks until all have joined.
 
     Args:
-        rank: this process's rank, from 0.
-        count: number of ranks.
         rendezvous: the rendezvous that rank 0 has opened, which it passes itself; for the other ranks, its URL. Or
             ``file://path`` for all.
-        timeout_s: a collective operation fails if another rank does not take part for so long, in seconds.
+        timeout_s: a collective operation fails if another rank does not take part for this many seconds.
     """
     import torch.distributed as dist
 
@@ -57,7 +55,7 @@ def join(rank: int, count: int, rendezvous: Rendezvous | str, timeout_s: float =
 
 
 def initialized() -> None:
-    """Ensure that a process group exists, for engines that need one even with a single process."""
+    """Ensures that a process group exists, for engines that need one even with a single process."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -66,22 +64,19 @@ def initialized() -> None:
 
 
 def group(members: Iterable[int], purpose: str) -> ProcessGroup:
-    """Return the process group of some ranks, of which this rank is one; it is created once.
+    """Returns the process group of some ranks, of which this rank is one; it is created once.
 
     Only its members create it, so the number of groups that a rank creates does not grow with the number of ranks. A
-    rank that is in several groups must ask for them in the same order as the other members.
+    rank in several groups must ask for them in the same order as the other members.
 
     Args:
-        members: the ranks.
-        purpose: name of what communicates in it. Another purpose has another group of the same ranks, whose calls do
-            not wait for those of this one.
-
-    Returns:
-        The group.
+        purpose: the use of the group. Another purpose gets another group of the same ranks, whose calls do not wait for
+            those of this one.
     """
     import torch.distributed as dist
 
     assert dist.group.WORLD is not None
+    # by world, because another one needs new groups
     return _group(dist.group.WORLD, tuple(members), purpose)
 
 
@@ -101,14 +96,14 @@ def _backend() -> str:
 
 
 def device() -> torch.device:
-    """Return the device of this rank: the current GPU, or the CPU if there is none."""
+    """Returns this rank's device: the current GPU, or the CPU if there is none."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over the ranks, in place; returns the same tensor."""
+    """Sums a tensor over the ranks, in place; returns the same tensor."""
     import torch.distributed as dist
 
     if count() > 1:
@@ -117,12 +112,12 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest(number: int) -> int:
-    """Return the largest value of `number` over the ranks."""
+    """Returns the largest value of `number` over the ranks."""
     return int(max(gathered(number)))
 
 
 def gathered(value: Any) -> list[Any]:
-    """Collect a picklable value from every rank; returns the values in order of rank."""
+    """Collects a picklable value from every rank; returns the values in order of rank."""
     import torch.distributed as dist
 
     if count() == 1:
@@ -143,5 +138,5 @@ class Share:
 
     @classmethod
     def of(cls, sharing: int) -> Share:
-        """Return this rank's part if so many adjacent ranks have the same."""
+        """Returns this rank's part if `sharing` adjacent ranks share one."""
         return cls(rank() // sharing, count() // sharing)

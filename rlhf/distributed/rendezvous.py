@@ -1,4 +1,4 @@
-"""Rendezvous of a group of processes, on a port that nobody else can have taken."""
+"""Rendezvous of a group of processes, on a port that no other process can have taken."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 class Rendezvous:
-    """Where the members of a group find each other; one of them opens it."""
+    """The place where the members of a group find each other; one of them opens it."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
-        """Listen on a free port.
+        """Listens on a free port.
 
         Args:
-            host: this machine's address, to which the other members connect.
             timeout_s: how long members wait for each other, in seconds.
         """
+        # the listening socket is passed on, so that no other process can take the port in between
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listener.getsockname()[1]
         self.url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -33,12 +33,7 @@ class Rendezvous:
 
 
 def connected(url: str, timeout: timedelta) -> TCPStore:
-    """Connect to a rendezvous that another member has opened.
-
-    Args:
-        url: the URL of the rendezvous.
-        timeout: how long to wait for it, and then for other members.
-    """
+    """Connects to a rendezvous that another member has opened."""
     place = urlsplit(url)
     assert place.hostname is not None and place.port is not None
     return TCPStore(place.hostname, place.port, is_master=False, timeout=timeout)

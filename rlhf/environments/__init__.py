@@ -2,7 +2,7 @@
 
 The built-ins are modules of this package, each with a class `Environment`; other classes are named
 ``package.module:Class`` or ``folder/file.py:Class``. The text of an environment becomes part of the response with
-`response_mask` 0: the policy reads it, but does not learn it.
+`response_mask` 0: the policy reads it, but is not trained on it.
 """
 
 from ratchet.rlhf.environments.environment import Environment, Observation

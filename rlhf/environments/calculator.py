@@ -1,8 +1,8 @@
 """A calculator: the policy writes ``<tool>12 * (3 + 4)</tool>`` and reads ``<result>84</result>``.
 
-The expression is parsed (integers, ``+ - * / ( )``), never evaluated as code; arithmetic is exact, and a value that is
-no integer is written as a decimal. What cannot be computed reads ``<result>error</result>``. A turn without a call is
-the end.
+The expression is parsed (integers, ``+ - * / ( )``), never evaluated as code. Arithmetic is exact; a value that is not
+an integer is written as a decimal. Anything else gives ``<result>error</result>``. A turn without a call ends the
+trajectory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Environment:
     stop = (CLOSE,)
 
     def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
-        """It remembers nothing."""
+        """Does nothing: the calculator has no state."""
 
     def step(self, turn: str) -> Observation:
         start = turn.rfind(OPEN)
@@ -39,7 +39,7 @@ def calculate(expression: str) -> str:
 
 
 def written(value: Fraction) -> str:
-    """As an integer, or with at most six decimals; exact until it is rounded, however large."""
+    """Formats a value as an integer, or with at most six decimals; exact until it is rounded, however large."""
     millionths = round(value * 10**6)
     whole, part = divmod(abs(millionths), 10**6)
     return f"{'-' if millionths < 0 else ''}{whole}.{part:06d}".rstrip("0").rstrip(".")

@@ -1,4 +1,4 @@
-"""Calls of environments: concurrent, with a time limit, and without an effect on other trajectories if one fails."""
+"""Calls environments: concurrently, with a time limit, and without an effect on other trajectories if one fails."""
 
 from __future__ import annotations
 
@@ -42,14 +42,11 @@ class EnvironmentCalls:
         concurrency: int = 64,
         on_error: OnError = "fail",
     ) -> None:
-        """Start without environments.
+        """Starts without environments; `options` are keyword arguments of `make`.
 
         Args:
-            make: makes an environment.
-            options: keyword arguments of `make`.
             timeout_s: time limit of a call, in seconds.
-            concurrency: largest number of calls at the same time.
-            on_error: what becomes of a trajectory whose environment fails; see `Generator`.
+            on_error: what happens to a trajectory whose environment fails; see `Generator`.
         """
         self.on_error = on_error
         self._make, self._options, self._timeout_s = make, options, timeout_s
@@ -58,22 +55,11 @@ class EnvironmentCalls:
 
     @property
     def replayable(self) -> bool:
-        """Whether a new environment that is given the same turns reaches the same state."""
+        """True if a new environment reaches the same state when it is given the same turns."""
         return bool(getattr(self._make, "replayable", False))
 
     async def of(self, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> Environment:
-        """The environment of a trajectory, in the state that follows its answered turns.
-
-        Args:
-            dialogue: the trajectory; its answered turns are replayed if it has no environment yet.
-            tokenizer: tokenizer of the policy.
-
-        Returns:
-            The environment.
-
-        Raises:
-            EnvironmentFailed: it failed, or took too long.
-        """
+        """Returns the environment of a trajectory, in the state after its answered turns. Raises EnvironmentFailed."""
         trajectory_id = dialogue.request.trajectory_id
         if (existing := self._environments.get(id(dialogue))) is not None:
             return existing
@@ -81,39 +67,21 @@ class EnvironmentCalls:
         assert beginning is not None, "a trajectory with an environment has a beginning"
 
         environment = self._environments[id(dialogue)] = await self.begin(beginning, f"{trajectory_id}, at reset")
+        # a new environment replays the trajectory's turns
         for turn in dialogue.answered_turns:
             text = response_text(turn, tokenizer)
             await self._call(partial(environment.step, text), f"{trajectory_id}, replaying a turn")
         return environment
 
     async def begin(self, beginning: Beginning, where: str) -> Environment:
-        """A new environment, reset for a prompt.
-
-        Args:
-            beginning: the prompt.
-            where: the trajectory, or the row of the dataset, for errors.
-
-        Raises:
-            EnvironmentFailed: it failed, or took too long.
-        """
+        """Creates an environment and resets it for a prompt; `where` names the place of an error."""
         environment: Environment = await self._call(partial(self._make, **self._options), where)
         reset = partial(environment.reset, beginning.messages, *structures(*beginning[1:]))
         await self._call(reset, where)
         return environment
 
     async def step(self, dialogue: Dialogue, turn: str) -> Observation:
-        """Answer a turn of the policy.
-
-        Args:
-            dialogue: the trajectory, whose environment is ready.
-            turn: text of the turn.
-
-        Returns:
-            The observation.
-
-        Raises:
-            EnvironmentFailed: the environment failed, or took too long.
-        """
+        """Answers a turn of the policy; the trajectory's environment is ready. Raises EnvironmentFailed."""
         trajectory_id = dialogue.request.trajectory_id
         where = f"{trajectory_id}, turn {turn[-60:]!r}"
         observation: Observation = await self._call(partial(self._environments[id(dialogue)].step, turn), where)
@@ -124,7 +92,7 @@ class EnvironmentCalls:
         return observation
 
     def forget(self, dialogue: Dialogue) -> None:
-        """Drop a trajectory's environment, if it has one."""
+        """Drops a trajectory's environment, if it has one."""
         self._environments.pop(id(dialogue), None)
 
     async def _call(self, call: Callable[[], Any], where: str) -> Any:
@@ -140,15 +108,10 @@ class EnvironmentCalls:
 
 
 def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt], system_prompt: str | None) -> list[str]:
-    """Reset an environment for each prompt, before anything is generated.
+    """Resets an environment for a few prompts, before anything is generated; returns a line for each that failed.
 
     Args:
         environment: `rollout.environment`. Unless `on_error` is `fail`, a prompt has `RESETS` attempts.
-        prompts: a few prompts, such as the first of each file.
-        system_prompt: system message for prompts that have none.
-
-    Returns:
-        One line for each prompt that failed, with the file and the row.
 
     Raises:
         UserError: the class cannot be loaded.
@@ -176,7 +139,7 @@ def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt], s
     async def failures_of_all() -> list[str | None]:
         return await asyncio.gather(*map(failure_of, prompts))
 
-    with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
         return [failure for failure in thread.submit(asyncio.run, failures_of_all()).result() if failure is not None]
 
 
@@ -191,22 +154,22 @@ def _about_json(prompt: Prompt) -> str:
 
 
 class Raised(Exception):
-    """What an environment raised: also a time-out or a cancellation of its own, or `sys.exit`, which would otherwise
-    pass for one of the event loop's."""
+    """Wraps an exception of an environment.
+
+    A time-out, a cancellation or `sys.exit` of its own would otherwise look like one of the event loop's.
+    """
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:
-    """Make a call in a thread, and await what it returns if that is awaitable.
-
-    The thread is a daemon, because a call that hangs must not keep the process alive.
-    """
+    """Makes a call in a thread, and awaits its result if that is awaitable."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
     def finish(result: Any, error: BaseException | None) -> None:
+        # the caller may have given up
         if not done.done():
             done.set_result((result, error))
 
@@ -218,6 +181,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
             failure = error
         loop.call_soon_threadsafe(finish, result, failure)
 
+    # a daemon, because a call that hangs must not keep the process alive
     threading.Thread(target=work, daemon=True).start()
     result, failure = await done
     if failure is not None:

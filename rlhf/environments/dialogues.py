@@ -39,9 +39,9 @@ JOURNALED = (
     "finish_reason",
     "tool_error",
 )
-"""The state of a trajectory."""
+"""The fields of a trajectory that a journal stores."""
 CALL_ID = "000000000"
-"""The id of a tool call where a chat template insists on one, as Mistral's does, with nine characters."""
+"""Id of a tool call for chat templates that require one, such as Mistral's, with nine characters."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class AgentCall:
     """A call of an agent, which the policy has answered."""
 
     asked: str
-    """What it added to the conversation, as JSON: {messages} or {prompt}, and in the first call {tools}."""
+    """The messages that it added, as JSON: {messages} or {prompt}, and in the first call {tools}."""
     answer: str
-    """The message of the assistant, as JSON."""
+    """The assistant's message, as JSON."""
     start: int
     """Position of the answer's first token in the response."""
     end: int
@@ -64,7 +64,7 @@ class AgentCall:
 
 @dataclass(frozen=True)
 class Result:
-    """What an agent's program returned."""
+    """The result of an agent's program."""
 
     reward: float | None
     """None: the reward comes from elsewhere."""
@@ -89,7 +89,7 @@ class Dialogue:
     request: Request
     """The prompt."""
     beginning: Beginning | None = None
-    """None: the policy writes alone."""
+    """None without an environment or an agent."""
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
@@ -103,26 +103,26 @@ class Dialogue:
     turn_rewards: list[float] = field(default_factory=list)
     """The environment's reward for each turn that it has answered."""
     finish_reason: str = ""
-    """stop (the policy ended it, or the environment), length (there is no room for another token) or turns (the policy
-    wrote `max_turns`), or error (the environment failed). Empty until the dialogue ends."""
+    """stop (ended by the policy or the environment), length (no room for another token), turns (the policy wrote
+    `max_turns`), or error (the environment failed). Empty until the dialogue ends."""
     error: str | None = None
     """The error of the environment that ended the dialogue."""
     tool_error: str | None = None
-    """The first error in it that did not end the dialogue, such as that of a tool."""
+    """The first error that did not end the dialogue, such as a tool's."""
     calls: list[AgentCall] = field(default_factory=list)
     """The calls of an agent, one per turn."""
     branches: list[Dialogue] = field(default_factory=list)
     """The conversations of an agent's trajectory, which itself has no tokens."""
     result: Result | None = None
-    """What the agent's program returned."""
+    """The result of the agent's program."""
     replayed_from: str | None = None
-    """The trajectory that this one repeats, or the file and row of an expert's answer; None: it is generated."""
+    """The trajectory that this one repeats, or the file and row of an expert's answer; None if it is generated."""
     by_expert: bool = False
-    """Whether an expert wrote it."""
+    """True if an expert wrote it."""
 
     @property
     def conversations(self) -> Sequence[Dialogue]:
-        """What is trained on: the branches of an agent's trajectory, or the trajectory itself."""
+        """The trained conversations: the branches of an agent's trajectory, or the trajectory itself."""
         return self.branches or (self,)
 
     @property
@@ -149,25 +149,25 @@ class Dialogue:
         return self.ids[self.turn_starts[-1] : self.turn_ends[-1]]
 
     def copy(self) -> Dialogue:
-        """A copy that does not change when this trajectory does."""
+        """Returns a copy that does not change with this trajectory."""
         return replace(self, **{name: copy(getattr(self, name)) for name in JOURNALED})
 
     def restore(self, row: Mapping[str, Any]) -> None:
-        """Continue from a row of a journal."""
+        """Continues from a row of a journal."""
         for name in JOURNALED:
             setattr(self, name, copy(row[name]))
 
     def take_back(self, before: Dialogue) -> None:
-        """Forget what was written since a copy was made."""
+        """Drops the tokens written since a copy was made."""
         for name in JOURNALED:
             setattr(self, name, getattr(before, name))
 
     def journaled(self) -> dict[str, Any]:
-        """The row of a journal."""
+        """Returns the row of a journal."""
         return {"trajectory_id": self.request.trajectory_id, **{name: getattr(self, name) for name in JOURNALED}}
 
     def next_request(self, sampling: Sampling) -> Request:
-        """The request for the tokens that follow."""
+        """Returns the request for the tokens that follow, starting a turn if none is open."""
         if len(self.turn_starts) == len(self.turn_ends):
             self.turn_starts.append(len(self.ids))
         limit = sampling.max_tokens if self.request.max_tokens is None else self.request.max_tokens
@@ -179,7 +179,7 @@ class Dialogue:
         )
 
     def wrote(self, chunk: Chunk, version: int) -> None:
-        """Append tokens of the policy."""
+        """Appends tokens of the policy."""
         self.ids += chunk.response_ids
         self.log_probs += chunk.log_probs
         self.mask += [1] * len(chunk.response_ids)
@@ -188,14 +188,15 @@ class Dialogue:
             self.turn_ends.append(len(self.ids))
 
     def restart(self) -> None:
-        """Forget all tokens."""
+        """Drops all tokens."""
         self.take_back(Dialogue(self.request))
 
     def heard(self, ids: Sequence[int]) -> None:
-        """Append tokens of the environment."""
+        """Appends tokens of the environment."""
         self.ids += ids
         self.log_probs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
+        # the environment's tokens count as of the turn that they answer
         self.versions += [self.versions[-1]] * len(ids)
 
     @property
@@ -213,25 +214,20 @@ class Dialogue:
 
     @property
     def num_turns(self) -> int:
-        """Number of turns, of which the prompt is the first."""
+        """Number of turns, the first of which is the prompt."""
         return 1 + len(self._turns)
 
     def turns(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-        """The turns as messages with the roles `policy` and `environment`, which alternate."""
+        """Returns the turns as messages with the roles `policy` and `environment`, which alternate."""
         return [{"role": role, "content": response_text(tokens, tokenizer)} for role, tokens in self._turns]
 
 
 def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize an observation that follows a turn of the policy; see `ratchet.rlhf.data.turns`.
+    """Tokenizes an observation that follows a turn of the policy, which ends with the token `last`.
 
     Args:
-        content: a text, which is tokenized unchanged, or messages, which the chat template renders after a message of
-            the assistant, with the start of the assistant's next message.
-        last: last token of the turn.
-        tokenizer: tokenizer of the policy.
-
-    Raises:
-        UserError: the chat template refuses the messages.
+        content: text, which is tokenized unchanged, or messages, which the chat template renders after a message of the
+            assistant, with the start of the assistant's next message.
     """
     if isinstance(content, str):
         return text_ids(content, tokenizer)
@@ -243,10 +239,10 @@ def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokeniz
 
 
 def is_prefix_stable(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template renders earlier messages in the same way when others follow.
+    """Returns True if the chat template renders earlier messages in the same way when others follow.
 
-    If it does not (Qwen3's leaves out earlier reasoning), the tokens of a trajectory differ from those that the
-    template would write for the whole conversation.
+    Otherwise (Qwen3's drops earlier reasoning), the tokens of a trajectory differ from those that the template would
+    write for the whole conversation.
     """
     if not tokenizer.chat_template:
         return True
@@ -257,21 +253,19 @@ def is_prefix_stable(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _after_turn(messages: Messages, last: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the chat template writes after a message of the assistant when others follow.
+    """Returns what the chat template writes after a message of the assistant when `messages` follow.
 
-    Some templates render the assistant's message differently when it is not the last one (Qwen3's drops its
-    reasoning). The policy's tokens stay as it wrote them, so only what follows the message matters.
+    Some templates render the assistant's message differently when it is not the last one (Qwen3's drops its reasoning).
+    The policy's tokens stay as it wrote them, so only what follows the message matters.
 
     Args:
-        messages: the messages that follow.
         last: last token of the policy's turn, which may be the one that ends its message.
-        tokenizer: tokenizer of the policy.
     """
     from jinja2 import TemplateError
 
     question: Message = {"role": "user", "content": "?"}
     answers: list[Message] = [{"role": "assistant", "content": CONTENT}]
-    if messages[0]["role"] == "tool":  # which some templates allow only after a call
+    if messages[0]["role"] == "tool":  # some templates allow it only after a call
         call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {"a": CONTENT}}}
         answers.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages = [{**message, "tool_call_id": CALL_ID} for message in messages]
@@ -288,7 +282,7 @@ def _after_turn(messages: Messages, last: str, tokenizer: PreTrainedTokenizerBas
     if len(rest) != 1:
         does = "repeats" if rest else "leaves out"
         raise UserError(f"the chat template {does} the assistant's messages: use another chat template")
-    if "tool_calls" in answer:  # the turn ends before the messages begin, which may contain its last token, too
+    if "tool_calls" in answer:  # the turn ends before the messages, which may contain its last token, too
         first: Message = {**messages[0], "content": CONTENT}
         call_end = around_content([question, answer, first], tokenizer, is_prompt=True)[1]
         if last in call_end:

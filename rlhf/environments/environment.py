@@ -1,4 +1,4 @@
-"""The protocol of environments, and their registry: load, check and digest by name."""
+"""The interface of environments, and their registry: loads, checks and digests them by name."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Observation:
     """An environment's answer to a turn of the policy."""
 
     content: str | Messages | None
-    """A text that is appended to the turn unchanged, such as tool output within a message; or messages (`user`,
-    `tool`) that are rendered by the chat template, and that the policy answers; or None: the trajectory ends."""
+    """Text that is appended to the turn unchanged, such as tool output within a message; or messages (`user`, `tool`),
+    which the chat template renders and the policy answers; or None: the trajectory ends."""
     reward: float = 0.0
-    """Reward of the turn: it is added to the trajectory's score, and placed on the last token of the turn."""
+    """Reward of the turn, added to the trajectory's score and placed on the turn's last token."""
     error: str | None = None
-    """What failed, such as a tool, although the trajectory goes on: the first one is stored as `tool_error`."""
+    """An error that did not end the trajectory, such as a tool's; the first one is stored as `tool_error`."""
 
 
 class Environment(Protocol):
-    """The interface of an environment. There is one per trajectory, made with `rollout.environment.options`.
+    """The interface of an environment. Each trajectory has its own, created with `rollout.environment.options`.
 
     It must be deterministic: the same turns give the same observations. The environments of a shard run concurrently,
     but only one thread at a time uses each of them.
@@ -39,21 +39,16 @@ class Environment(Protocol):
     """Texts that end a turn, such as the end of a tool call; the turn keeps them."""
 
     def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
-        """Start a trajectory.
+        """Starts a trajectory.
 
         Args:
-            messages: messages of the prompt, {role, content}.
             ground_truth: ground truth of the prompt, as in the dataset; the environment may modify it.
             extra_info: `extra_info` of the prompt, as in the dataset; the environment may modify it.
         """
         ...
 
     def step(self, turn: str) -> Observation:
-        """Answer a turn of the policy.
-
-        Args:
-            turn: the text that the policy wrote since the last observation.
-        """
+        """Answers the text that the policy wrote since the last observation."""
         ...
 
 
@@ -62,14 +57,7 @@ class EnvironmentFailed(RatchetError):
 
 
 def load_environment(name: str) -> Callable[..., Environment]:
-    """Load an environment class.
-
-    Args:
-        name: a built-in, ``package.module:Class`` or ``folder/file.py:Class``.
-
-    Raises:
-        UserError: there is no such class, or its module cannot be imported.
-    """
+    """Loads an environment class by name; raises UserError if there is none, or its module cannot be imported."""
     environment_class: Callable[..., Environment] = load_named(
         name, KEY, "ratchet.rlhf.environments", ("Environment",), BUILT_IN
     )
@@ -77,11 +65,7 @@ def load_environment(name: str) -> Callable[..., Environment]:
 
 
 def check_environment(name: str, options: Mapping[str, Any]) -> None:
-    """Check an environment class before any response is generated.
-
-    Args:
-        name: `rollout.environment.name`.
-        options: `rollout.environment.options`.
+    """Checks an environment class before any response is generated.
 
     Raises:
         UserError: the class cannot be loaded, cannot be created with the options, or lacks `stop`, `reset` or `step`.
@@ -105,8 +89,7 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
 
 
 def environment_digest(name: str, options: Mapping[str, Any]) -> str:
-    """sha256 of the source of the environment's module, and of what the class says that it depends on, by a class
-    method `identity` with the options: changed code is a different environment."""
+    """Returns the sha256 of the environment module's source, and of what the class method `identity` returns."""
     make = load_environment(name)
     source, identity = source_of(make, KEY, name), getattr(make, "identity", None)
     return hashlib.sha256((source if identity is None else source + identity(**options)).encode()).hexdigest()

@@ -18,16 +18,11 @@ if TYPE_CHECKING:
 def policy_tokenizer(
     model: ModelConfig, environment: EnvironmentConfig | None, special_tokens: SpecialTokens = "split"
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the policy.
+    """Loads the tokenizer of the policy.
 
     Args:
-        model: the policy's model.
-        environment: `rollout.environment`. If its class has a class method `schemas`, of the options, the chat
-            template gets the tools that it returns.
-        special_tokens: `data.special_tokens`.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded, or its chat template does not describe tools.
+        environment: `rollout.environment`. If its class has a class method `schemas` of the options, the chat template
+            gets the tools that it returns.
     """
     tokenizer = load_tokenizer(model)
     treat_special_tokens(tokenizer, special_tokens)
@@ -44,5 +39,5 @@ def policy_tokenizer(
             f"rollout.environment {environment.name} has tools, but the chat template of {model.path} does not "
             "describe tools: set model.chat_template, or choose a model that was trained to call tools"
         )
-    tokenizer.chat_template = f"{{%- set tools = {schemas!r} -%}}{template}"  # Jinja reads Python's literals
+    tokenizer.chat_template = f"{{%- set tools = {schemas!r} -%}}{template}"  # Jinja understands Python's literals
     return tokenizer

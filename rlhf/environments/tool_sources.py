@@ -29,11 +29,11 @@ class CallFailed(Exception):
 
 
 class ToolFailed(CallFailed):
-    """A tool took its arguments, and failed: perhaps no fault of the policy, which reads the message all the same."""
+    """A tool accepted its arguments, but failed: perhaps not the policy's fault, which still reads the message."""
 
 
 class ServerLost(Exception):
-    """An MCP server does not answer any more: no fault of the policy, which does not read the message."""
+    """An MCP server no longer answers: not the policy's fault, which does not read the message."""
 
 
 class Tool(ABC):
@@ -43,21 +43,15 @@ class Tool(ABC):
     schema: Mapping[str, Any]
     """Its JSON schema, in the layout that chat templates take: {type: function, function: {name, …}}."""
     identity: str
-    """Differs for a tool that answers differently."""
+    """Differs between tools that answer differently."""
 
     @abstractmethod
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Call it.
-
-        Args:
-            arguments: JSON values by name.
-
-        Returns:
-            The result: a text as it is, everything else as JSON.
+        """Calls the tool with JSON values by name; returns its result: text as it is, anything else as JSON.
 
         Raises:
             CallFailed: it failed.
-            ServerLost: nothing can be called there any more.
+            ServerLost: its server is gone.
         """
 
 
@@ -65,10 +59,7 @@ class FunctionTool(Tool):
     """A Python function, `async` or not, with type hints and a docstring that describes its arguments."""
 
     def __init__(self, named: str) -> None:
-        """Load the function.
-
-        Args:
-            named: ``package.module:function`` or ``file.py:function``.
+        """Loads the function.
 
         Raises:
             UserError: there is no such function, or it has no schema.
@@ -90,7 +81,7 @@ class FunctionTool(Tool):
         self._signature = inspect.signature(self._function)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """See `Tool.call`. A function that is not `async` runs in a thread."""
+        """Calls it, in a thread if it is not `async`; see `Tool.call`."""
         try:
             bound = self._signature.bind(**arguments)
         except TypeError as error:
@@ -109,10 +100,10 @@ class FunctionTool(Tool):
 
 
 class MCPServer:
-    """A connection to an MCP server, on an event loop of its own."""
+    """A connection to an MCP server, on its own event loop."""
 
     def __init__(self, where: str) -> None:
-        """Connect.
+        """Connects.
 
         Args:
             where: the URL of a server (streamable HTTP), or a command that starts one (stdio).
@@ -171,17 +162,14 @@ class MCPServer:
                 return tools
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; see `Tool.call`.
-
-        Raises:
-            ServerLost: the server does not answer.
-        """
+        """Calls a tool; see `Tool.call`."""
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
 
         try:
             result = await asyncio.wrap_future(self._run(self._client.call_tool(name, dict(arguments))))
         except Exception as error:
+            # the policy's mistake, not the server's
             if isinstance(error, MCPError) and error.error.code == INVALID_PARAMS:
                 raise CallFailed(f"{name}: {_reason(error)}") from None
             raise ServerLost(f"{MCP_KEY} {self.where}: {_reason(error)}: start it again, and resume") from None
@@ -209,11 +197,7 @@ class MCPTool(Tool):
 
 @cache
 def tools_of(functions: tuple[str, ...], mcp: tuple[str, ...]) -> tuple[Tool, ...]:
-    """Load tools; MCP servers start, and stay for the life of the process.
-
-    Args:
-        functions: `rollout.tools`.
-        mcp: `rollout.mcp`.
+    """Loads `rollout.tools` and `rollout.mcp`; MCP servers start, and live as long as the process.
 
     Raises:
         UserError: one cannot be loaded, or two have the same name.
@@ -228,7 +212,7 @@ def tools_of(functions: tuple[str, ...], mcp: tuple[str, ...]) -> tuple[Tool, ..
 
 
 def _reason(error: BaseException) -> str:
-    """The first error of a group, in one line."""
+    """Returns the first error of a group, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):

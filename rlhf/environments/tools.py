@@ -2,8 +2,8 @@
 
 A turn may contain calls in the format of Hermes and Qwen (``<tool_call>{"name": …, "arguments": {…}}</tool_call>``), of
 Llama 3 (``{"name": …, "parameters": {…}}``), or of Mistral (``[TOOL_CALLS] [{"name": …, "arguments": {…}}]``). Their
-results are messages of the role `tool`. A turn without a call is the answer, and the end. A call that fails is answered
-with the error, so that the policy can learn from it.
+results are messages of the role `tool`. A turn without a call is the answer, and ends the trajectory. A call that fails
+is answered with the error, so that the policy can learn from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
 LONGEST_ERROR = 1000
-"""Characters of an error that the policy reads at most."""
+"""Maximum length of an error that the policy reads, in characters."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ToolCall:
 
 
 class MalformedCall(Exception):
-    """The policy began a call that is not one."""
+    """The policy started a call that cannot be parsed."""
 
 
 class Environment:
@@ -44,29 +44,24 @@ class Environment:
     stop = ()
 
     def __init__(self, functions: Sequence[str] = (), mcp: Sequence[str] = ()) -> None:
-        """Load the tools, once per process.
-
-        Args:
-            functions: `rollout.tools`.
-            mcp: `rollout.mcp`.
-        """
+        """Loads the tools, once per process."""
         self._tools = {tool.name: tool for tool in tools_of(tuple(functions), tuple(mcp))}
 
     @classmethod
     def identity(cls, functions: Sequence[str] = (), mcp: Sequence[str] = ()) -> str:
-        """What the environment depends on in addition to its code: the code of functions, the schemas of others."""
+        """Returns the environment's dependencies beyond its own code: functions' code, other tools' schemas."""
         return json.dumps(sorted(tool.identity for tool in tools_of(tuple(functions), tuple(mcp))))
 
     @classmethod
     def schemas(cls, functions: Sequence[str] = (), mcp: Sequence[str] = ()) -> list[Mapping[str, Any]]:
-        """What the chat template tells the policy about the tools."""
+        """Returns the schemas of the tools, for the chat template."""
         return [tool.schema for tool in tools_of(tuple(functions), tuple(mcp))]
 
     def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
-        """It remembers nothing."""
+        """Does nothing: the environment has no state."""
 
     async def step(self, turn: str) -> Observation:
-        """Call what the turn asks for."""
+        """Makes the turn's calls."""
         try:
             calls = tool_calls(turn, self._tools)
         except MalformedCall as error:
@@ -80,7 +75,7 @@ class Environment:
         return Observation(results, error=errors[0] if errors else None)
 
     async def _result(self, call: ToolCall, failed: Callable[[str], None]) -> str:
-        """What the policy reads; `failed` hears of a tool that failed."""
+        """Returns the text that the policy reads; `failed` is called with the error of a tool that failed."""
         tool: Tool | None = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}"
@@ -93,14 +88,10 @@ class Environment:
 
 
 def tool_calls(turn: str, names: Iterable[str]) -> list[ToolCall]:
-    """Find the calls in a turn, in whichever of the formats it has.
+    """Finds the calls in a turn, in any of the formats, in order.
 
     Args:
-        turn: text of the policy.
         names: names of the tools. JSON in Llama's format, which has no mark, is a call only if it names one.
-
-    Returns:
-        The calls, in order; empty if there are none.
 
     Raises:
         MalformedCall: a call is not JSON, or lacks the name or the arguments.
@@ -127,7 +118,7 @@ def tool_calls(turn: str, names: Iterable[str]) -> list[ToolCall]:
 
 
 def _several(text: str) -> Iterator[JSON]:
-    """The JSON values that a text begins with, separated by semicolons."""
+    """Yields the JSON values at the beginning of a text, separated by semicolons."""
     rest = ";" + text
     while rest.startswith(";"):
         value, end = _decoded_to(rest[1:].lstrip())
@@ -136,12 +127,12 @@ def _several(text: str) -> Iterator[JSON]:
 
 
 def _decoded(text: str) -> JSON:
-    """The JSON value that a text begins with; a special token may follow it."""
+    """Decodes the JSON value at the beginning of a text; a special token may follow it."""
     return _decoded_to(text.strip())[0]
 
 
 def _decoded_to(text: str) -> tuple[JSON, int]:
-    """The JSON value that a text begins with, and the position after it."""
+    """Decodes the JSON value at the beginning of a text; returns it, and the position after it."""
     try:
         value: JSON
         value, end = json.JSONDecoder().raw_decode(text)
@@ -154,7 +145,7 @@ def _call(value: JSON) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         raise MalformedCall('a call is a JSON object with "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):  # some models write the arguments as a text
+    if isinstance(arguments, str):  # some models write the arguments as a string
         arguments = _decoded(arguments)
     if not isinstance(arguments, dict):
         raise MalformedCall(f"the arguments of {name} are not a JSON object")

@@ -1,1 +1,1 @@
-"""Hugging Face models: their folders, configs and tokenizers, and what computes with them."""
+"""Hugging Face models: their folders, configs, tokenizers and computations."""

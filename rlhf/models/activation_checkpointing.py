@@ -1,9 +1,9 @@
-"""Gradient checkpointing: activations that the backward pass computes again instead of keeping them.
+"""Gradient checkpointing: recomputes activations in the backward pass instead of keeping them.
 
 The backward pass of a decoder layer needs the inputs of all its operations. For Qwen2.5-7B in bfloat16 that is about
 200 kB per token and layer: 100 GB for 16,384 tokens. Full checkpointing keeps the input of each layer (3 GB), and
 computes everything else twice. Selective checkpointing also keeps the outputs of attention, whose cost grows with the
-length of the sequence, and of every second matrix product (together 31 GB), as torchtitan does.
+sequence's length, and of every second matrix product (together 31 GB), as torchtitan does.
 """
 
 from __future__ import annotations
@@ -28,30 +28,20 @@ ATTENTION = {
     torch.ops.higher_order.flex_attention,
 }
 VARLEN = "torch_attn"
-"""Namespace of PyTorch's attention for variable lengths, which registers its operations when it is first used."""
+"""Namespace of PyTorch's variable-length attention, which registers its operations on first use."""
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 def chosen(setting: Checkpointing | None, device: torch.device) -> Checkpointing:
-    """The kind of checkpointing that a setting stands for.
-
-    Args:
-        setting: the setting; None: selective on a GPU, none on the CPU.
-        device: the device that trains.
-    """
+    """Returns the kind of checkpointing for a setting; None means selective on a GPU, none on the CPU."""
     if setting is None:
         return "selective" if device.type == "cuda" else False
     return setting
 
 
 def enable(model: PreTrainedModel, kind: Literal[True, "selective"]) -> None:
-    """Turn checkpointing on; it takes effect while the model is in training mode.
-
-    Args:
-        model: the model.
-        kind: True: full; or selective.
-    """
-    # nothing in a model is random here, so no state of a generator has to be kept, which would stop a GPU
+    """Turns full (True) or selective checkpointing on; it takes effect while the model is in training mode."""
+    # nothing in a model is random, so no generator state has to be kept: reading it would synchronize the GPU
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
         options["context_fn"] = _contexts
@@ -70,7 +60,7 @@ def _policy(
     *args: object,
     **options: object,
 ) -> CheckpointPolicy:
-    """Whether to keep the outputs of an operation; `counts` has the number of products so far, forward and again."""
+    """Decides whether to keep an operation's outputs; `counts` are the products so far, forward and recomputed."""
     is_kept = operation in ATTENTION or getattr(operation, "namespace", None) == VARLEN
     if operation in PRODUCTS:
         counts[context.is_recompute] += 1

@@ -13,20 +13,14 @@ if TYPE_CHECKING:
     from ratchet.rlhf.config import ModelConfig
 
 OTHER_REPOSITORY = "--"
-"""Stands between a repository and a class of its code."""
+"""Separates a repository from a class of its code."""
 GENERATION = "custom_generate"
 """Folder of code that replaces a model's `generate`."""
 
 
 def code_files(folder: Path) -> list[Path]:
-    """The code that a model folder brings: the modules that its `auto_map` name, and what they import relatively.
-
-    Args:
-        folder: the model's folder.
-
-    Returns:
-        The files, sorted.
-    """
+    """Returns the code files of a model folder, sorted: modules that its `auto_map` names, and their relative
+    imports."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
     found = set((folder / GENERATION).rglob("*.py"))
@@ -35,14 +29,14 @@ def code_files(folder: Path) -> list[Path]:
         if OTHER_REPOSITORY not in name and module.is_file():
             try:
                 imported = get_relative_import_files(module)
-            except (OSError, UnicodeDecodeError):  # one is missing, or is no text: transformers will say so
+            except (OSError, UnicodeDecodeError):  # one is missing, or is not text: transformers will report it
                 imported = []
             found |= {module, *map(Path, imported)}
     return sorted(filter(Path.is_file, found))
 
 
 def code_names(folder: Path) -> list[str]:
-    """The classes that the `auto_map` of a model folder's files name, as ``module.Class``, sorted."""
+    """Returns the classes that `auto_map`s of a model folder's files name, as ``module.Class``, sorted."""
     return sorted({name for path in folder.glob("*.json") for name in _named(path)})
 
 
@@ -60,7 +54,7 @@ def _named(path: Path) -> Iterator[str]:
 
 
 def needs_code(model: ModelConfig, key: str = "model") -> UserError:
-    """The error for a model whose code may not run."""
+    """Returns the error for a model whose code may not run."""
     return UserError(
         f"{key}.path {model.path} has Python code of its own, which it needs: read it, and set "
         f"{key}.trust_remote_code=true"

@@ -1,4 +1,4 @@
-"""Read the configs of Hugging Face models, and check that transformers supports their architectures."""
+"""Reads the configs of Hugging Face models, and checks that transformers supports their architectures."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ NOISE = ("dropout", "pdrop", "layerdrop", "drop_path", "droppath", "jitter")
 
 
 def model_config(model: ModelConfig, key: str = "model", *, num_labels: int | None = None) -> PreTrainedConfig:
-    """The config of a model.
+    """Loads the config of a model; raises UserError if it cannot be read, or may not run its own code.
 
     Args:
-        model: the model.
-        key: config key that holds it, for errors.
         num_labels: number of labels of a classifier; None: that of the folder.
-
-    Raises:
-        UserError: the config has code of its own, and `model.trust_remote_code` is false; or it cannot be read.
     """
     from transformers import AutoConfig
 
@@ -46,19 +41,19 @@ def model_config(model: ModelConfig, key: str = "model", *, num_labels: int | No
 
 
 def text_config(model: ModelConfig) -> PreTrainedConfig:
-    """The config of a model's decoder."""
+    """Returns the config of a model's decoder."""
     text: PreTrainedConfig = model_config(model).get_text_config()
     return text
 
 
 def attention_heads(model: ModelConfig) -> int:
-    """The number of a model's attention heads."""
+    """Returns the number of attention heads."""
     heads: int = text_config(model).num_attention_heads
     return heads
 
 
 def longest_sequence(model: ModelConfig) -> int | None:
-    """The largest number of tokens that a model reads at once, as vLLM also derives it; None: its config tells none."""
+    """Returns the maximum length of a sequence in tokens, derived as vLLM does; None if the config has none."""
     text = text_config(model)
     limit = getattr(text, "max_position_embeddings", None)
     if limit is None:
@@ -70,8 +65,7 @@ def longest_sequence(model: ModelConfig) -> int | None:
 
 
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
-    """Refuse a model whose architecture transformers does not support as a policy or as a critic, or its kernels, if
-    they are installed."""
+    """Raises UserError if transformers, or Liger if configured and installed, does not support the architecture."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
     known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING
@@ -89,7 +83,7 @@ def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None
 
 
 def attention_of(model: ModelConfig) -> tuple[str, str | None]:
-    """The attention kernel to use for a model, and the reason if it is not the configured one."""
+    """Returns the attention kernel for a model, and the reason if it is not the configured one."""
     if model.attention != "sdpa":
         return model.attention, None
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -103,10 +97,10 @@ def attention_of(model: ModelConfig) -> tuple[str, str | None]:
 
 
 def without_noise(config: PreTrainedConfig) -> None:
-    """Set all dropout and noise fields of a config to 0, in place.
+    """Sets all dropout and noise fields of a config to 0, in place.
 
     An update must compute the log-probs of the network that generated, so nothing may be random. The fields must be set
-    before the model is built, because many architectures copy the numbers into their layers.
+    before the model is built, because many architectures copy them into their layers.
     """
     for name, value in vars(config).items():
         if any(part in name for part in NOISE) and isinstance(value, float | int):
@@ -117,7 +111,7 @@ def without_noise(config: PreTrainedConfig) -> None:
 
 
 def generation_config(model: ModelConfig) -> GenerationConfig | None:
-    """The generation config that a model loaded from the folder has."""
+    """Returns the generation config of a model loaded from the folder."""
     from transformers import GenerationConfig
 
     folder = model_folder(model)
@@ -127,7 +121,7 @@ def generation_config(model: ModelConfig) -> GenerationConfig | None:
 
 
 def config_json(model: PreTrainedModel) -> bytes:
-    """The config.json of a model, with its actual class: a critic has another class than the folder it came from."""
+    """Returns the config.json of a model, with its actual class: a critic's differs from that of its folder."""
     name = type(model).__name__.removeprefix("FSDP")
     return json.dumps(
         model.config.to_diff_dict() | {"architectures": [name]}, sort_keys=True, indent=1, default=str

@@ -1,8 +1,8 @@
 """Converts a model's weights to the hub's layout, where it differs from that of the loaded model.
 
 transformers fuses and renames weights when it loads a model: Qwen3-MoE and Mixtral keep all experts of a layer in one
-parameter, while their files, vLLM and everybody's tools have a tensor for each matrix of each expert. The conversion is
-transformers' own; here it is reversed and described, so that a parameter can be written and read by parts.
+parameter, while their files, vLLM and other tools have a tensor for each matrix of each expert. The conversion is
+transformers' own; here it is reversed and described, so that a parameter can be written and read in parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter, WeightTransform
 
 PROBE_ELEMENTS = 2**20
-"""Elements of the tensor on which a conversion is tried."""
+"""Size of the tensor on which a conversion is tried, in elements."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class HubTensor:
 
 
 def hub_layout(model: PreTrainedModel) -> dict[str, tuple[HubTensor, ...]]:
-    """Describe which tensors of a model's files on the hub a parameter consists of.
+    """Describes the hub tensors of which each parameter consists.
 
     A flattened parameter equals its flattened hub tensors, one after the other. Most parameters are one tensor, often
     of the same name.
@@ -55,7 +55,7 @@ def hub_layout(model: PreTrainedModel) -> dict[str, tuple[HubTensor, ...]]:
         The hub tensors of each parameter and each buffer that a checkpoint contains, by its name in the model.
 
     Raises:
-        UserError: the conversion does more than to rename, split and reorder whole runs of elements.
+        UserError: the conversion does more than rename, split and reorder whole runs of elements.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -87,33 +87,23 @@ def hub_layout(model: PreTrainedModel) -> dict[str, tuple[HubTensor, ...]]:
 
 
 def split(parameter: Tensor, hub: Sequence[HubTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of the hub tensors that a parameter consists of.
-
-    Args:
-        parameter: the whole parameter; if it is contiguous, the values share its memory.
-        hub: its entry in `hub_layout`.
-    """
+    """Yields the names and values of a parameter's hub tensors; they share the memory of a contiguous parameter."""
     values = torch.split(parameter.reshape(-1), [tensor.elements for tensor in hub])
     for tensor, part in zip(hub, values, strict=True):
         yield tensor.name, part.view(tensor.shape)
 
 
 def hub_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model that is not sharded, named as in its files; they share the model's memory."""
+    """Yields the weights of an unsharded model, named as in its files; they share the model's memory."""
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, hub in hub_layout(model).items():
         yield from split(held[name].detach(), hub)
 
 
 def copy_weights(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> int:
-    """Copy weights into an unsharded model, in place.
+    """Copies weights, named as in a checkpoint, into an unsharded model in place; returns the number of bytes.
 
-    Args:
-        weights: tensors, named as in a checkpoint.
-        model: the model; it must already have its adapters, if any.
-
-    Returns:
-        Bytes that were copied.
+    The model must already have its adapters, if any.
     """
     targets = dict(model.named_parameters()) | dict(model.named_buffers()) | dict(hub_weights(model))
     copied = 0
@@ -135,7 +125,7 @@ class _Conversion:
     renamed: str
 
     def __call__(self, parameter: Tensor) -> list[tuple[str, Tensor]]:
-        """Convert a parameter; its shape may differ from the model's in all but the first dimension."""
+        """Converts a parameter; its shape may differ from the model's in all but the first dimension."""
         converter = deepcopy(self.converter)
         converter.add_tensor(self.renamed, self.name, self.pattern, parameter)
         try:
@@ -145,8 +135,9 @@ class _Conversion:
         return [(name, held[0] if isinstance(held, list) else held) for name, held in converted.items()]
 
     def order(self, shape: tuple[int, ...]) -> list[int]:
-        """Find the order in which the converted tensors make up the parameter, from numbered elements."""
+        """Finds the order in which the converted tensors make up the parameter, from numbered elements."""
         probe = list(shape)
+        # the first dimension counts the experts, into which a conversion splits: only the others may shrink
         while torch.Size(probe).numel() > PROBE_ELEMENTS and max(probe[1:], default=0) > 4:
             widest = max(range(1, len(probe)), key=probe.__getitem__)
             probe[widest] //= 2
@@ -159,10 +150,7 @@ class _Conversion:
 
 
 def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """The conversions of a model's class, whether or not the folder that it was loaded from needed them.
-
-    Only whether a prefix is added to all names depends on the folder.
-    """
+    """Returns the conversions of a model's class, even if the folder it was loaded from did not need them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -171,12 +159,13 @@ def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
         for transform in getattr(model, "_weight_conversions", None) or []
         if isinstance(transform, PrefixChange)
     }
+    # only added prefixes depend on the folder
     known = get_model_conversion_mapping(model, add_legacy=False)
     return [transform for transform in known if not isinstance(transform, PrefixChange) or repr(transform) in used]
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """The shapes of all parameters, of tied ones once, and of the buffers that a checkpoint contains."""
+    """Returns the shapes of all parameters, of tied ones once, and of the buffers that a checkpoint contains."""
     parameters = dict(model.named_parameters())
     stored = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}

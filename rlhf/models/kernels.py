@@ -1,4 +1,4 @@
-"""`model.kernels`: what computes a model's layers: PyTorch's kernels, compiled ones, or Liger's.
+"""`model.kernels`: the implementation of a model's layers: PyTorch's kernels, compiled ones, or Liger's.
 
 `compile` fuses norms, rotary embeddings, activations and log-probs by `torch.compile`. `liger` replaces them by Liger's
 Triton kernels (arXiv 2410.10989).
@@ -23,7 +23,7 @@ LIGER = (0, 8, 2)
 
 
 def check_liger(model_type: str) -> None:
-    """Refuse an architecture, by transformers' name of it, for which Liger has no kernels, or is not installed."""
+    """Raises UserError if Liger is not installed, or has no kernels for an architecture, named as in transformers."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
@@ -38,23 +38,18 @@ def check_liger(model_type: str) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each layer, in place, at its first forward pass; layers of one kind are compiled together.
-
-    Hooks of a layer, such as those that gather its weights, stay outside.
-
-    Args:
-        model: the model.
-    """
+    """Compiles each layer, in place, on its first forward pass; layers of one kind are compiled together."""
     import torch
 
-    # layers share programs, of which each model and layout of micro-batches needs a few, with gradients and without
+    # layers share programs; each model and layout of micro-batches needs a few, with gradients and without
     torch._dynamo.config.recompile_limit = 64
     for layer in layers(model):
+        # `forward` only: hooks of a layer, such as those that gather its weights, stay outside
         layer.forward = torch.compile(layer.forward)
 
 
 def as_written(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Run layers without their compiled forms; for generation, where each step would need another one."""
+    """Runs layers uncompiled, for generation, where each step would need another program."""
     import torch
 
     if not any(hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in layers(model)):
@@ -64,21 +59,15 @@ def as_written(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers of a model, by its own statement of what is not to be split."""
+    """Returns the layers of a model: the modules that it declares as not to be split."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Replace norms, rotary embeddings and activations by Liger's kernels, in place.
+    """Replaces norms, rotary embeddings and activations by Liger's kernels, in place.
 
     Rotary embeddings are replaced for all models of this architecture in the process.
-
-    Args:
-        model: the model.
-
-    Raises:
-        UserError: Liger has no kernels for the architecture.
     """
     check_liger(model.config.model_type)
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
@@ -91,15 +80,9 @@ def apply_liger(model: PreTrainedModel) -> None:
 
 
 def liger_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute log-probs from hidden states, in pieces, by Liger's linear cross-entropy.
+    """Computes log-probs in nats from hidden states, in pieces, by Liger's linear cross-entropy.
 
-    Args:
-        hidden: shape (tokens, hidden).
-        weight: matrix of the head, shape (vocab, hidden).
-        targets: token ids, shape (tokens,).
-
-    Returns:
-        Log-probs in nats, float32, shape (tokens,).
+    `weight` is the head's matrix, shape (vocab, hidden).
     """
     import torch
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy

@@ -1,5 +1,4 @@
-"""A key-value cache for generation. Responses to the same prompt share its keys and values, and the cache of their own
-tokens is written in place.
+"""A key-value cache for generation, which responses to the same prompt share, and which grows in place.
 
 transformers' own cache has a copy of the prompt for each response, and is copied at every step.
 """
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROOM = 64
-"""Smallest number of positions by which a buffer grows; a large one grows by half."""
+"""Minimum number of positions by which a buffer grows; a large one grows by half."""
 
 
 class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
@@ -37,7 +36,7 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values; returns those of all positions."""
+        """Appends keys and values; returns those of all positions."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self._keep(key_states[:, :, :0], value_states[:, :, :0])
@@ -51,12 +50,12 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Int[Tensor, " kept"]) -> None:
-        """Keep only some rows."""
+        """Keeps only some rows."""
         if self.is_initialized:
             self._keep(self.keys[indices], self.values[indices])
 
     def _keep(self, keys: Tensor, values: Tensor, new: int = 0) -> None:
-        """Copy keys and values into buffers with room for at least `new` more."""
+        """Copies keys and values into buffers with room for at least `new` more."""
         self._buffers = _with_room(keys, new), _with_room(values, new)
         self.keys, self.values = (buffer[:, :, : keys.shape[-2]] for buffer in self._buffers)
 
@@ -69,7 +68,7 @@ def _with_room(used: Tensor, new: int) -> Tensor:
 
 
 def in_place(layers: int) -> DynamicCache:
-    """Return an empty cache for the tokens that responses generate one by one."""
+    """Returns an empty cache for the tokens that responses generate one by one."""
     cache = DynamicCache()
     cache.layers = [InPlaceLayer() for _ in range(layers)]
     return cache
@@ -83,28 +82,22 @@ class CachedPrompts:
     """One tensor per layer; prompts are padded on the left."""
     values: tuple[Float[Tensor, "prompts key_heads prompt dim"], ...]
     visible: Bool[Tensor, "prompts prompt"] | None
-    """Whether a position is not padding; None: there is no padding."""
+    """True where a position is not padding; None: there is no padding."""
     prompt_of: Int[Tensor, " rows"]
     """Number of each response's prompt."""
     members: Int[Tensor, "prompts n"]
-    """The rows of each prompt's responses; where a prompt has fewer, any row."""
+    """The rows of each prompt's responses, filled up with any row."""
     place: Int[Tensor, " rows"]
     """Index of each row in the flattened `members`."""
 
     @classmethod
     def of(cls, cache: DynamicCache, visible: Tensor | None, prompt_of: Int[Tensor, " rows"]) -> CachedPrompts:
-        """Take the keys and values of prompts from a cache.
-
-        Args:
-            cache: filled by a forward pass over the prompts.
-            visible: whether a position is not padding, shape (prompts, prompt); None: there is no padding.
-            prompt_of: number of each response's prompt, shape (rows,).
-        """
+        """Takes the keys and values of prompts from a cache, which a forward pass over them has filled."""
         keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True)
         return cls._grouped(keys, values, visible, prompt_of)
 
     def only(self, rows: Int[Tensor, " kept"]) -> CachedPrompts:
-        """Keep only some responses, and the prompts that they have."""
+        """Keeps some responses, and their prompts."""
         used, prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
         keys, values, visible = self.keys, self.values, self.visible
         if len(used) < len(self.members):
@@ -128,17 +121,9 @@ class CachedPrompts:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Float[Tensor, "rows 1 heads dim"]:
-        """Compute the attention of the newest token of each response to its prompt and to its own tokens.
+        """Computes the attention of the newest token of each response to its prompt and to its own tokens.
 
-        Args:
-            layer: number of the layer.
-            query: shape (rows, heads, 1, dim).
-            key: keys of the responses' own tokens, shape (rows, key heads, time, dim).
-            value: their values, same shape.
-            scale: factor of the scores.
-
-        Returns:
-            The attention's output.
+        `query` has shape (rows, heads, 1, dim); `key` and `value` of the own tokens (rows, key heads, time, dim).
         """
         rows, heads, _, dim = query.shape
         query = query.view(rows, key.shape[1], -1, dim)
@@ -164,15 +149,9 @@ class CachedPrompts:
 
 @torch.no_grad()
 def fits(model: PreTrainedModel) -> bool:
-    """Try on a few tokens whether a model computes the same with `CachedPrompts`.
+    """Returns True if a model that shares prompts computes the same with `CachedPrompts`, on a few tokens.
 
     Some architectures change keys and values between their cache and their attention.
-
-    Args:
-        model: must have adopted shared prompts.
-
-    Returns:
-        Whether it does.
     """
     prompt, new = torch.arange(3, device=model.device)[None], torch.arange(3, 5, device=model.device)[:, None]
     base, was_training = model.base_model, model.training
@@ -189,7 +168,7 @@ def fits(model: PreTrainedModel) -> bool:
             use_cache=True,
             **prefix_sharing.inputs(prompts),
         ).last_hidden_state
-    except RuntimeError:  # the cache's tensors have other shapes than those that attention is given
+    except RuntimeError:  # the cache's tensors have other shapes than attention's
         return False
     finally:
         model.train(was_training)

@@ -1,4 +1,4 @@
-"""Build models without weights, load them whole, and save them."""
+"""Builds models without weights, loads them whole, and saves them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,9 @@ if TYPE_CHECKING:
 
 
 def actor_skeleton(model: ModelConfig, seed: int = 0, *, trainable: bool = True) -> Skeleton:
-    """Build a causal language model without weights, for a train engine.
+    """Builds a causal language model without weights, for a train engine. Raises UserError if the folder is incomplete.
 
-    Args:
-        model: the model.
-        seed: seed of new adapters.
-        trainable: whether the model is trained: its weights are then float32; otherwise they have `model.dtype`, the
-            type of the computation.
-
-    Raises:
-        UserError: the folder lacks a weight.
+    Trainable weights are float32, others have `model.dtype`, the type of the computation.
     """
     from transformers import AutoModelForCausalLM
 
@@ -50,17 +43,10 @@ def actor_skeleton(model: ModelConfig, seed: int = 0, *, trainable: bool = True)
 
 
 def critic_skeleton(model: ModelConfig, seed: int = 0) -> Skeleton:
-    """Build a backbone with a value head (a token classifier with one label), without weights, for a train engine.
+    """Builds a backbone with a value head (a token classifier with one label), without weights, for a train engine.
 
     A new head starts at zero, so that all values are 0 at first. If the folder has a head, from an earlier critic or a
     reward model, it is kept.
-
-    Args:
-        model: the backbone.
-        seed: seed of new adapters.
-
-    Raises:
-        UserError: the folder lacks a weight other than the head, or its head has several labels.
     """
     from transformers import AutoModelForTokenClassification
 
@@ -68,24 +54,24 @@ def critic_skeleton(model: ModelConfig, seed: int = 0) -> Skeleton:
 
 
 def load_actor(model: ModelConfig, seed: int = 0, *, trainable: bool = True) -> PreTrainedModel:
-    """Load a causal language model whole into host memory; see `actor_skeleton`."""
+    """Loads a causal language model whole into host memory; see `actor_skeleton`."""
     return actor_skeleton(model, seed, trainable=trainable).load()
 
 
 def load_critic(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
-    """Load a backbone with a value head whole into host memory; see `critic_skeleton`."""
+    """Loads a backbone with a value head whole into host memory; see `critic_skeleton`."""
     return critic_skeleton(model, seed).load()
 
 
 def load_scorer(model: ModelConfig, seed: int = 0) -> PreTrainedModel:
-    """Load a reward model to train: a sequence classifier with one label, whose new head starts at zero."""
+    """Loads a reward model to train: a sequence classifier with one label, whose new head starts at zero."""
     from transformers import AutoModelForSequenceClassification
 
     return _with_head(AutoModelForSequenceClassification, model, seed, "reward model").load()
 
 
 def load_reward_model(model: RewardModelConfig) -> PreTrainedModel:
-    """Load a reward model in its `dtype`: a sequence classifier, or a token classifier for process rewards."""
+    """Loads a reward model in its `dtype`: a sequence classifier, or a token classifier for process rewards."""
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     auto = AutoModelForTokenClassification if model.kind == "process" else AutoModelForSequenceClassification
@@ -96,7 +82,7 @@ def load_reward_model(model: RewardModelConfig) -> PreTrainedModel:
 
 
 def check_reward_model(model: RewardModelConfig) -> None:
-    """Refuse a reward model without a head, before any response is generated."""
+    """Raises UserError for a reward model without a head, before any response is generated."""
     from safetensors import safe_open
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -107,6 +93,7 @@ def check_reward_model(model: RewardModelConfig) -> None:
             stored.update(file.keys())
     auto = AutoModelForTokenClassification if model.kind == "process" else AutoModelForSequenceClassification
     config = model_config(model, "reward.model")
+    # only the names of the parameters matter
     with torch.device("meta"):
         whole = auto.from_config(config, trust_remote_code=model.trust_remote_code)
     prefix = f"{whole.base_model_prefix}."
@@ -136,7 +123,7 @@ def _with_head(auto_class: Any, model: ModelConfig, seed: int, purpose: str) -> 
 
 
 def _adapted(skeleton: Skeleton, model: ModelConfig, seed: int) -> Skeleton:
-    """Add adapters, if the config has any."""
+    """Adds adapters, if the config has any."""
     settings = model.lora
     if settings is None:
         return skeleton
@@ -149,16 +136,7 @@ def _adapted(skeleton: Skeleton, model: ModelConfig, seed: int) -> Skeleton:
 def _skeleton(
     auto_class: Any, model: ModelConfig, *, dtype: str, num_labels: int | None = None
 ) -> tuple[Skeleton, list[str]]:
-    """Build a model without weights, and list the parameters that its folder lacks.
-
-    A model whose files cannot be read by range is loaded whole.
-
-    Args:
-        auto_class: transformers' class of the model.
-        model: the model.
-        dtype: type of the weights.
-        num_labels: number of labels of a classifier; None: that of the folder.
-    """
+    """Builds a model without weights, and lists the parameters that its folder lacks."""
     from transformers.utils import logging
 
     folder = model_folder(model)
@@ -182,6 +160,7 @@ def _skeleton(
             if built.can_generate():
                 built.generation_config = generation_config(model)
         except Unreadable as reason:
+            # its files cannot be read by range, so it is loaded whole
             say_whole(model.path, reason)
             built, info = auto_class.from_pretrained(
                 folder, config=config, use_safetensors=True, output_loading_info=True, **options
@@ -208,7 +187,7 @@ def _skeleton(
 
 
 def _check_shapes(skeleton: Skeleton, model: ModelConfig) -> None:
-    """Refuse a folder whose tensors have other shapes than the model's parameters."""
+    """Raises UserError if the folder's tensors differ in shape from the model's parameters."""
     for name, parameter in skeleton.model.named_parameters():
         source = skeleton.sources.get(name)
         if source is not None and source.shape != tuple(parameter.shape):
@@ -227,7 +206,7 @@ def _several_labels(model: ModelConfig) -> UserError:
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
-    """Write a Hugging Face model folder, with adapters merged into the weights."""
+    """Writes a Hugging Face model folder, with adapters merged into the weights."""
     from transformers.core_model_loading import revert_weight_conversion
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,20 +26,11 @@ HEADS = ("score", "classifier")
 
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The maximum ranks of adapters that vLLM takes."""
+"""The maximum adapter ranks that vLLM accepts."""
 
 
 def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
-    """Add adapters to a model, in place. Only the adapters and a classifier head stay trainable.
-
-    Args:
-        model: the model.
-        lora: settings of the adapters.
-        seed: seed of the adapters' initial weights.
-
-    Raises:
-        UserError: no layer matches `target_modules`, or they include embeddings, the head or experts.
-    """
+    """Adds adapters, with random weights, to a model in place. Only they and a classifier head stay trainable."""
     import torch
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -69,6 +60,7 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
         base_model_name_or_path=model.name_or_path,
     )
     saved, config.modules_to_save = config.modules_to_save, None  # train the head itself, not a copy of it
+    # leaves the process's own generator as it was
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(seeding.generator(seed, "lora").integers(2**63)))
         try:
@@ -84,25 +76,25 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
 
 
 def _expert_matrices(model: PreTrainedModel) -> set[str]:
-    """The names that matrices of experts have in files: ``gate_proj``, ``w1``."""
+    """Returns the names of experts' matrices in files: ``gate_proj``, ``w1``."""
     from ratchet.rlhf.models.hub_layout import hub_layout
 
     return {tensor.name.split(".")[-2] for hub in hub_layout(model).values() if len(hub) > 1 for tensor in hub}
 
 
 def served_rank(r: int) -> int:
-    """The maximum rank to give to vLLM, which takes few of them, for adapters of rank r."""
+    """Returns the smallest maximum rank that vLLM accepts for adapters of rank r."""
     return min((rank for rank in VLLM_RANKS if rank >= r), default=r)
 
 
 def has(model: PreTrainedModel) -> bool:
-    """Whether a model has adapters."""
+    """Returns True if a model has adapters."""
     return hasattr(model, "peft_config")
 
 
 @contextmanager
 def off(model: PreTrainedModel) -> Iterator[None]:
-    """Turn the adapters off, so that the model computes the base model."""
+    """Turns the adapters off, so that the model computes the base model."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -116,24 +108,24 @@ def off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def stored_name(name: str) -> str:
-    """The name of a parameter in PEFT's files."""
+    """Returns the name of a parameter in PEFT's files."""
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def base_name(name: str) -> str:
-    """The name that a parameter has in the model without adapters."""
+    """Returns the name of a parameter in the model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def config_json(model: PreTrainedModel) -> bytes:
-    """The content of PEFT's adapter_config.json."""
+    """Returns the content of PEFT's adapter_config.json."""
     config = model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     return json.dumps(plain, sort_keys=True, indent=1).encode()
 
 
 def merged(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The parameters of a plain model without adapters that computes the same: W + alpha/r B A."""
+    """Returns the parameters of an equivalent model without adapters: W + alpha/r B A."""
     from peft.tuners.lora import LoraLayer
 
     weights = {name: parameter.detach() for name, parameter in model.named_parameters() if "lora_" not in name}

@@ -1,7 +1,7 @@
 """Maps weights between the hub's layout and Megatron's: a table of names and shapes, which reads both ways.
 
-Megatron keeps the projections of attention in one matrix, in the order of the groups of heads (the queries of a group,
-its key, its value), and those of an MLP's gate in another. Tensor parallelism cuts matrices by rows or by columns,
+Megatron keeps the projections of attention in one matrix, ordered by groups of heads (the queries of a group, its key,
+its value), and an MLP's gate and up projections in another. Tensor parallelism cuts matrices by rows or by columns,
 pipeline parallelism gives each rank some of the layers, and expert parallelism some of the experts. Here every element
 of a rank's parameters is traced to a parameter in transformers, so that weights, moments and digests are those of whole
 tensors, in any layout; `hub_layout` knows their names in files.
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of whole tensors, by their names in transformers."""
 Cut = Literal["whole", "rows", "columns", "gate", "groups", "experts"]
-"""How ranks share a matrix: each has all of it, some rows, or some columns. `gate`: rows of two matrices, one after the
-other. `groups`: rows of three, those of a group of heads together. `experts`: some of the matrices that a tensor
-consists of, each of which is a parameter in Megatron."""
+"""How ranks share a matrix: each has all of it, some rows, or some columns.
+
+`gate`: rows of two matrices, one after the other. `groups`: rows of three, those of a group of heads together.
+`experts`: some of a tensor's matrices, each of which is a parameter in Megatron.
+"""
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 DIVIDED_BY_TENSORS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -40,15 +42,14 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 FIRST: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (("rows", "embedding.word_embeddings.weight", (EMBEDDING,)),)
-"""The parameters of the first stage that are in no layer: how they are cut, their name in Megatron, and the parameters
-in transformers that they consist of."""
+"""Parameters of the first stage outside of layers: cut, name in Megatron, and their parameters in transformers."""
 LAST: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (
     ("whole", "decoder.final_layernorm.weight", ("model.norm.weight",)),
     ("rows", "output_layer.weight", (HEAD,)),
     ("whole", "output_layer.weight", ("score.weight",)),
     ("whole", "output_layer.bias", ("score.bias",)),
 )
-"""Those of the last stage."""
+"""Parameters of the last stage outside of layers."""
 LAYERS: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (
     ("whole", "input_layernorm.weight", ("input_layernorm.weight",)),
     (
@@ -71,14 +72,14 @@ LAYERS: tuple[tuple[Cut, str, tuple[str, ...]], ...] = (
     ("experts", "mlp.experts.local_experts.{}.linear_fc1.weight", ("mlp.experts.gate_up_proj",)),
     ("experts", "mlp.experts.local_experts.{}.linear_fc2.weight", ("mlp.experts.down_proj",)),
 )
-"""Those of each layer, without the names of the layers; a layer has an MLP or experts."""
+"""Parameters of each layer, without the layer's name; a layer has an MLP or experts."""
 FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "mlp.experts.local_experts.{}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{}",
     "mlp.experts.local_experts.{}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{}",
 }
-"""Other names of what TransformerEngine computes together: a norm with the product that follows, and all experts."""
+"""Names with TransformerEngine, which fuses a norm with the following product, and all experts."""
 
 
 @dataclass(frozen=True)
@@ -86,32 +87,32 @@ class Place:
     """A rank's place in a model that is split."""
 
     tensor: int = 0
-    """Number among the ranks that share each matrix."""
+    """Index among the ranks that share each matrix."""
     tensors: int = 1
     stage: int = 0
-    """Number among the ranks that share the layers."""
+    """Index among the ranks that share the layers."""
     stages: int = 1
     expert: int = 0
-    """Number among the ranks that share the experts of each layer."""
+    """Index among the ranks that share the experts of each layer."""
     experts: int = 1
     context: int = 0
-    """Number among the ranks that share each sequence."""
+    """Index among the ranks that share each sequence."""
     contexts: int = 1
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the rank has the embedding."""
+        """True if the rank has the embedding."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the rank has the head."""
+        """True if the rank has the head."""
         return self.stage == self.stages - 1
 
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """A rectangle of a tensor of transformers, whose elements are contiguous in a rank's flattened parameter."""
+    """A block of a tensor of transformers, whose elements are contiguous in a rank's flattened parameter."""
 
     hub: str
     """The tensor's name."""
@@ -123,9 +124,9 @@ class TensorBlock:
     start: int
     """Position of the block's first element in the flattened parameter."""
     is_split: bool
-    """Whether the ranks that share matrices hold different elements."""
+    """True if the ranks that share matrices hold different elements."""
     is_first: bool
-    """Whether this is the first of the ranks of a copy of the model that hold these elements."""
+    """True on the first of the ranks of a copy of the model that hold these elements."""
 
     @property
     def end(self) -> int:
@@ -136,16 +137,11 @@ class TensorBlock:
 def local_layout(
     config: PreTrainedConfig, shapes: Shapes, place: Place, *, fused: bool = False
 ) -> dict[str, tuple[TensorBlock, ...]]:
-    """Describe what a rank's parameters consist of.
+    """Describes the blocks of which a rank's parameters consist, by their names in Megatron, in order.
 
     Args:
         config: the model's config; `refusal` must be None.
         shapes: shapes of all parameters of the model, by their names in transformers; a tied head is left out.
-        place: the rank's place.
-        fused: whether parameters have the names that TransformerEngine gives them.
-
-    Returns:
-        The blocks of each parameter by its name in Megatron, in order: together they are the flattened parameter.
 
     Raises:
         UserError: the model has a tensor that Megatron has no place for.
@@ -159,7 +155,8 @@ def local_layout(
         stage, number = divmod(layer, per_stage)
         has_experts = LAYER.format(layer) + "mlp.gate.weight" in shapes
         for cut, name, hub in LAYERS:
-            is_fused = fused and not (has_experts and name == "pre_mlp_layernorm.weight")  # no product follows it
+            # no product follows the norm before experts
+            is_fused = fused and not (has_experts and name == "pre_mlp_layernorm.weight")
             local = LOCAL_LAYER.format(number) + (FUSED.get(name, name) if is_fused else name)
             rows.append((stage == place.stage, cut, local, tuple(LAYER.format(layer) + part for part in hub)))
     rows += [(place.is_last_stage, *row) for row in LAST]
@@ -170,7 +167,7 @@ def local_layout(
                 count, *shape = shapes[hub[0]]
                 for number in range(count // place.experts):
                     offset = place.expert * (count // place.experts) + number
-                    is_split = place.experts > 1  # otherwise all have all experts
+                    is_split = place.experts > 1  # otherwise every rank has all experts
                     block = TensorBlock(
                         hub[0],
                         whole=(count, *shape),
@@ -221,15 +218,15 @@ def _blocks(
 def parts_between(
     values: Tensor, first: int, blocks: Sequence[TensorBlock]
 ) -> Iterator[tuple[TensorBlock, TensorShard]]:
-    """Yield the positions of some elements of a flattened parameter in their tensors on the hub.
+    """Yields the positions of some elements of a flattened parameter in their tensors on the hub.
 
     Args:
         values: contiguous elements of the flattened parameter, shape (elements,); the parts share their memory.
         first: position of the first of them in the parameter.
-        blocks: what the parameter consists of, or some of it.
+        blocks: all or some of the parameter's blocks.
 
     Yields:
-        The block, and the elements that lie in it; several parts if whole rows of the block do not.
+        The block and its elements; several parts if they do not fill whole rows of the block.
     """
     last = first + len(values)
     for block in blocks:
@@ -240,9 +237,11 @@ def parts_between(
         begin, end = begin - block.start, end - block.start  # within the block
         width, row = prod(block.shape[1:]), prod(block.whole[1:])
         corner = sum(offset * prod(block.whole[dim + 1 :]) for dim, offset in enumerate(block.offsets))
+        # the block has whole rows, so it is contiguous in the tensor
         if width == row:
             yield block, TensorShard.flat(held, corner + begin)
             continue
+        # the rest of a row, whole rows, and the beginning of a row
         cuts = sorted({begin, min(end, -(-begin // width) * width), max(begin, end // width * width), end})
         done = 0
         for start, stop in pairwise(cuts):
@@ -257,12 +256,7 @@ def parts_between(
 
 
 def refusal(config: PreTrainedConfig, place: Place) -> str | None:
-    """Say why a model cannot be trained by Megatron in a layout; None: it can.
-
-    Args:
-        config: the model's config.
-        place: its `tensors`, `stages` and `experts` are what is checked.
-    """
+    """Returns why Megatron cannot train a model with this many `tensors`, `stages` and `experts`; None if it can."""
     if config.model_type not in MODEL_TYPES:
         return f"{config.model_type} is not supported yet by engine megatron ({', '.join(MODEL_TYPES)} are): use fsdp"
     experts = getattr(config, "num_experts", None)

@@ -1,4 +1,4 @@
-"""Builds the part of a model that a rank holds in Megatron."""
+"""Builds a rank's part of a model in Megatron."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine, which needs a GPU, computes the layers."""
+    """Returns True if TransformerEngine, which needs a GPU, computes the layers."""
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
 class Norm(torch.nn.RMSNorm):
-    """The norm where TransformerEngine is not installed; Megatron's own does not share sequences."""
+    """The norm without TransformerEngine; Megatron's own does not share sequences."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps)
-        # ranks add up its gradients, each of its own tokens
+        # ranks add up its gradients, each rank those of its own tokens
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class Attention(torch.nn.Module):
-    """Causal attention where TransformerEngine is not installed, by PyTorch's kernels, which keep no scores.
+    """Causal attention without TransformerEngine, by PyTorch's kernels, which store no scores.
 
     Ranks that share sequences gather the keys and values of the others (arXiv 2407.21783, section 3.3.2).
     """
@@ -52,15 +52,9 @@ class Attention(torch.nn.Module):
         self.group = parallel_state.get_context_parallel_group()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Attend.
+        """Computes attention of this rank's queries, shape (time, sequences, heads, size).
 
-        Args:
-            query: shape (time, sequences, heads, size), of this rank's tokens.
-            key: shape (time, sequences, groups of heads, size).
-            value: same shape as `key`.
-
-        Returns:
-            Shape (time, sequences, heads * size).
+        Keys and values have one head per group. The result has shape (time, sequences, heads * size).
         """
         if self.contexts > 1:
             time, sequences = query.shape[:2]
@@ -80,14 +74,7 @@ class Attention(torch.nn.Module):
 
 @lru_cache(1)  # for all layers of a micro-batch
 def _own_segments(time: int, sequences: int, context: int, contexts: int, device: torch.device) -> Segments:
-    """Describe how a rank's tokens attend to the gathered ones.
-
-    Args:
-        time: number of the rank's tokens of each sequence.
-        sequences: number of sequences.
-        context: number of the rank.
-        contexts: number of ranks.
-        device: where the result is.
+    """Describes how a rank's `time` tokens of each sequence attend to the gathered ones.
 
     Returns:
         The segments of the tokens, sequence by sequence, and of keys in the flattened shape (time, sequences).
@@ -103,32 +90,25 @@ def _own_segments(time: int, sequences: int, context: int, contexts: int, device
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """The router where TransformerEngine is not installed: Megatron's own takes its products from there."""
+    """The router without TransformerEngine, which Megatron's own router needs for its products."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Compute the logits of experts in float32, shape (*tokens, experts)."""
+        """Computes the logits of experts in float32, shape (*tokens, experts)."""
         return linear(input.float(), self.weight.float())
 
 
 def local_positions(time: int, context: int, contexts: int, device: torch.device) -> Tensor:
-    """Positions of a rank's tokens in a sequence: a piece of its beginning and one of its end, so that all ranks attend
-    to equally many.
+    """Returns the positions of a rank's tokens in a sequence, ascending, shape (time / contexts,).
 
-    Args:
-        time: length of the sequence, a multiple of 2 * contexts.
-        context: number of the rank.
-        contexts: number of ranks.
-        device: where the result is.
-
-    Returns:
-        Shape (time / contexts,), ascending.
+    They are a piece of its beginning and one of its end, so that all ranks attend to equally many tokens. `time` is a
+    multiple of 2 * contexts.
     """
     pieces = torch.arange(time, device=device).view(2 * contexts, -1)
     return torch.cat([pieces[context], pieces[2 * contexts - 1 - context]])
 
 
 class Decoder(GPTModel):  # type: ignore[misc]  # megatron-core has no type hints for it
-    """A rank's part of a model, which computes hidden states, and logits only where they are asked for."""
+    """A rank's part of a model. It computes hidden states, and logits only where they are asked for."""
 
     place: Place
 
@@ -136,10 +116,7 @@ class Decoder(GPTModel):  # type: ignore[misc]  # megatron-core has no type hint
         return hidden_states
 
     def hidden(self, input_ids: Tensor) -> Tensor:
-        """Compute the hidden states of this rank's share of each sequence.
-
-        Args:
-            input_ids: shape (sequences, time), padded on the right; the first stage reads them.
+        """Computes the hidden states of this rank's share of each sequence.
 
         Returns:
             Shape (time / ranks that share sequences, sequences, width); time is rounded up. The other stages compute
@@ -154,18 +131,16 @@ class Decoder(GPTModel):  # type: ignore[misc]  # megatron-core has no type hint
         return self(input_ids, None, None)  # type: ignore[no-any-return]
 
     def chosen(self, hidden: Tensor, time: int, at: Tensor) -> Tensor:
-        """Select hidden states from all ranks' shares; the ranks that share sequences select different ones.
+        """Selects hidden states from all ranks' shares; the ranks that share sequences select different ones.
 
         Args:
-            hidden: what `hidden` returned, on the last stage.
-            time: length of the sequences.
             at: indices of tokens in the flattened sequences, shape (tokens,).
 
         Returns:
             Those of this rank's tokens, shape (ceil(tokens / contexts), width); see `gathered`.
         """
         place = self.place
-        if place.tensors > 1:  # these ranks compute the same from it: each has the gradient
+        if place.tensors > 1:  # these ranks compute the same from it, so each has the whole gradient
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=parallel_state.get_tensor_model_parallel_group()
             )
@@ -179,13 +154,12 @@ class Decoder(GPTModel):  # type: ignore[misc]  # megatron-core has no type hint
         return hidden[:time].transpose(0, 1).flatten(0, 1).index_select(0, at)
 
     def own(self, tokens: Tensor) -> Tensor:
-        """Select this rank's part of values per token, shape (tokens,), which is padded with zeros."""
+        """Selects this rank's part of values per token, shape (tokens,), which is padded with zeros."""
         contexts = self.place.contexts
         return pad(tokens, (0, -len(tokens) % contexts)).chunk(contexts)[self.place.context]
 
     def gathered(self, outputs: Tensor, tokens: int) -> Tensor:
-        """Gather what the ranks that share sequences computed of their parts, shape (tokens,); all compute the same
-        from it."""
+        """Gathers the outputs of the ranks that share sequences, shape (tokens,); all compute the same from it."""
         if self.place.contexts == 1:
             return outputs
         group = parallel_state.get_context_parallel_group()
@@ -193,12 +167,12 @@ class Decoder(GPTModel):  # type: ignore[misc]  # megatron-core has no type hint
 
     @property
     def _multiple(self) -> int:
-        """What the length of sequences is a multiple of."""
+        """The length of sequences is a multiple of this."""
         contexts = self.place.contexts
         return self.place.tensors * (2 * contexts if contexts > 1 else 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute this rank's part of the logits, shape (tokens, tokens of the vocabulary that the rank has)."""
+        """Computes this rank's part of the logits, shape (tokens, tokens of the vocabulary that the rank has)."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits: Tensor = self.output_layer(hidden[:, None], weight=weight)[0]
         return logits[:, 0]
@@ -213,18 +187,12 @@ def decoder(
     *,
     recompute: bool | Literal["selective"],
 ) -> Decoder:
-    """Build a rank's part of a model; its weights are not those of the model yet.
+    """Builds a rank's part of a model; its weights are not those of the model yet.
 
     Args:
         model: the model; it may be on the meta device. Its rotary frequencies are used.
         head: `policy`: the head gives logits; otherwise a value.
-        place: the rank's place.
-        dtype: type of the weights and of the computation.
-        device: where the weights are.
-        recompute: whether the backward pass computes activations again: all, or those of MLPs and experts.
-
-    Returns:
-        The decoder, in which nothing is random.
+        recompute: recompute all activations in the backward pass, or those of MLPs and experts.
     """
     hf: Any = model.config.get_text_config()
     has_engine = has_transformer_engine()
@@ -274,7 +242,7 @@ def decoder(
         sequence_parallel=place.tensors > 1,
         pipeline_model_parallel_size=place.stages,
         context_parallel_size=place.contexts,
-        variable_seq_lengths=place.stages > 1,  # micro-batches differ in their size
+        variable_seq_lengths=place.stages > 1,  # micro-batches differ in size
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,  # gradients are sums over ranks: losses are normalized already
         pipeline_dtype=dtype,
@@ -318,7 +286,7 @@ def decoder(
     built.rotary_pos_emb.inv_freq = rotary.inv_freq.detach().to(device, torch.float32, copy=True)
     if head != "policy" and place.is_last_stage:
         built.output_layer = torch.nn.Linear(hf.hidden_size, 1, bias="score.bias" in names)
-    elif place.is_last_stage:  # it gets whole sequences: see `Decoder.chosen`
+    elif place.is_last_stage:  # it receives whole sequences: see `Decoder.chosen`
         built.output_layer.sequence_parallel = False
         built.output_layer.allreduce_dgrad = place.tensors > 1
     placed: Decoder = built.to(device, dtype)

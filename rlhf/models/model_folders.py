@@ -1,4 +1,4 @@
-"""Find and download the folders of models, check their files, and compute digests of them."""
+"""Finds and downloads model folders, checks their files, and computes their digests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("*.safetensors", "config.json", "*.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
-"""Files that the digest of a tokenizer covers; another pattern would change the digests of stored runs."""
+"""Files in a tokenizer's digest; another pattern would change the digests of stored runs."""
 OF_TOKENIZERS = (*TOKENIZER, "added_tokens.json", "*.tiktoken")
 """All files of tokenizers."""
 GENERATION_CONFIG = "generation_config.json"
@@ -27,7 +27,7 @@ DOWNLOADED = [*WEIGHTS, *OF_TOKENIZERS, GENERATION_CONFIG, "*.jinja", "*.py"]
 
 
 def model_folder(model: ModelConfig, key: str = "model", *, download: bool = True) -> Path:
-    """The folder of a model's files; a model on the hub is downloaded to the cache first, or else must be there."""
+    """Returns the folder of a model's files, in the cache if it is on the hub; without `download` it must be there."""
     path = Path(model.path)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -48,13 +48,13 @@ def model_folder(model: ModelConfig, key: str = "model", *, download: bool = Tru
 
 
 def hub_name(model: ModelConfig) -> str | None:
-    """The name of a model on the hub; None if it is a local folder, even one that does not exist."""
+    """Returns the name of a model on the hub; None for a local folder, even one that does not exist."""
     is_name = model.path.count("/") == 1 and not model.path.startswith((".", "/"))
     return model.path if is_name and not Path(model.path).is_dir() else None
 
 
 def base_models(model: ModelConfig) -> list[str]:
-    """Names on the hub of what a model derives from: the model itself, or what the card of its folder names."""
+    """Returns the names on the hub of a model's base models: its own, or those in its folder's model card."""
     from huggingface_hub.repocard import metadata_load
     from huggingface_hub.utils import validate_repo_id
     from yaml import YAMLError
@@ -67,13 +67,13 @@ def base_models(model: ModelConfig) -> list[str]:
         names = [str(name) for name in (named if isinstance(named, list) else [named] if named else [])]
         for name in names:
             validate_repo_id(name)
-    except (OSError, ValueError, YAMLError):  # the card is others' text
+    except (OSError, ValueError, YAMLError):  # others wrote the card: it may be malformed
         return []
     return names
 
 
 def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:
-    """sha256 over the names and contents of the files in a folder that match the patterns."""
+    """Returns the sha256 of the names and contents of the files in a folder that match the patterns."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         status = path.stat()
@@ -83,13 +83,13 @@ def files_digest(folder: Path, patterns: tuple[str, ...] = WEIGHTS) -> str:
 
 @cache  # several roles may start from one model, whose files take a minute to read at 32 B
 def _file_digest(path: Path, size: int, modified_ns: int) -> str:
-    """sha256 of a file that was last modified at a time."""
+    """Returns the sha256 of a file; size and time of modification are part of the cache's key."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def initial_digest(model: ModelConfig, seed: int) -> str:
-    """sha256 over the initial weights of a role: the model's files, and the settings and seed of new adapters."""
+    """Returns the sha256 of a role's initial weights: the model's files, and the settings and seed of new adapters."""
     base = files_digest(model_folder(model))
     if model.lora is None:
         return base
@@ -97,7 +97,7 @@ def initial_digest(model: ModelConfig, seed: int) -> str:
 
 
 def check_weights(folder: Path, key: str = "model") -> None:
-    """Refuse a folder without readable safetensors."""
+    """Raises UserError for a folder without readable safetensors."""
     from safetensors import SafetensorError, safe_open
 
     paths = sorted(folder.glob("*.safetensors"))
@@ -111,7 +111,7 @@ def check_weights(folder: Path, key: str = "model") -> None:
 
 
 def parameter_count(folder: Path) -> int:
-    """The number of parameters in a model folder, from the headers of its files."""
+    """Returns the number of parameters in a model folder, from the headers of its files."""
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"  # a folder may also hold the weights in another layout
@@ -126,7 +126,7 @@ def parameter_count(folder: Path) -> int:
 
 
 def copy_code(model: ModelConfig, folder: Path) -> None:
-    """Copy the code that a model's folder brings, of which none runs."""
+    """Copies the code in a model's folder, none of which runs."""
     source = model_folder(model)
     for path in code_files(source):
         if path.is_relative_to(source):

@@ -30,18 +30,20 @@ NAME = "ratchet_prefix_sharing"
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Pieces of similar length, which attention computes together; indices are those of the concatenated tokens."""
+    """Pieces of similar length, which attention computes together; indices are into the concatenated tokens."""
 
     queries: Int[Tensor, "pieces query"]
     """The tokens that attend; padded on the right with any token."""
     keys: Int[Tensor, "pieces key"]
     """The tokens that they attend to."""
     visible: Bool[Tensor, "pieces 1 query key"] | None
-    """Whether a query attends to a key; the first dimension is 1 if all pieces have the same mask. None: the keys are
-    the queries, and attention is causal."""
+    """True where a query attends to a key; the first dimension is 1 if all pieces share the mask.
+
+    None: the keys are the queries, and attention is causal.
+    """
 
     def to(self, device: torch.device) -> AttentionBlock:
-        """Return the block on a device."""
+        """Returns the block on a device."""
         visible = None if self.visible is None else self.visible.to(device)
         return AttentionBlock(self.queries.to(device), self.keys.to(device), visible)
 
@@ -56,15 +58,12 @@ class SharedPrompts:
 
     @classmethod
     def of(cls, prompts: np.ndarray, responses: np.ndarray, prompt_of: np.ndarray) -> SharedPrompts:
-        """Describe the concatenation of prompts, and then of their responses.
+        """Describes the concatenation of prompts, and then of their responses, on the CPU.
 
         Args:
             prompts: length of each prompt in tokens, shape (prompts,).
             responses: number of tokens of each response, shape (responses,).
             prompt_of: number of each response's prompt, shape (responses,).
-
-        Returns:
-            The layout, on the CPU.
         """
         starts = np.cumsum(prompts) - prompts
         response_starts = prompts.sum() + np.cumsum(responses) - responses
@@ -90,12 +89,12 @@ class SharedPrompts:
         return cls(tuple(blocks), torch.from_numpy(order))
 
     def to(self, device: torch.device) -> SharedPrompts:
-        """Return the layout on a device."""
+        """Returns the layout on a device."""
         return SharedPrompts(tuple(block.to(device) for block in self.blocks), self.order.to(device))
 
 
 def has_kernel(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether PyTorch has a kernel for `Segments` of this model's heads, on this device, in this type."""
+    """Returns True if PyTorch has a kernel for `Segments` of this model's heads, on this device, in this type."""
     config = model.config.get_text_config()
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     latent = getattr(config, "kv_lora_rank", None) is not None  # keys and values then differ in size
@@ -103,23 +102,26 @@ def has_kernel(model: PreTrainedModel, device: torch.device, dtype: torch.dtype)
 
 
 def _similar(*lengths: np.ndarray) -> list[np.ndarray]:
-    """Group pieces whose lengths have the same power of two, so that padding at most doubles a length; leave out those
-    whose first length is 0."""
+    """Groups pieces whose lengths have the same power of two, so that padding at most doubles a length.
+
+    Pieces whose first length is 0 are left out.
+    """
     real = np.flatnonzero(lengths[0])
+    # the exponent of the smallest power of two that is not less than the length
     powers = np.stack([np.frexp(length[real] - 0.5)[1] for length in lengths])
     kinds, kind_of = np.unique(powers, axis=1, return_inverse=True)
     return [real[kind_of.ravel() == kind] for kind in range(kinds.shape[1])]
 
 
 def _indices(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index the tokens of pieces, shape (pieces, longest), padded with index 0; and tell which are not padding."""
+    """Indexes the tokens of pieces, shape (pieces, longest), padded with index 0; also returns the mask."""
     at = np.arange(int(lengths.max()))
     real = at[None, :] < lengths[:, None]
     return np.where(real, starts[:, None] + at, 0), real
 
 
 def attention_kinds(config: PreTrainedConfig) -> set[str]:
-    """The kinds of attention of a model's layers, by transformers' names, such as `full_attention`."""
+    """Returns the kinds of attention of a model's layers, by transformers' names, such as `full_attention`."""
     text = config.get_text_config()
     window = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
     return set(getattr(text, "layer_types", None) or [window])
@@ -127,16 +129,10 @@ def attention_kinds(config: PreTrainedConfig) -> set[str]:
 
 @torch.no_grad()
 def adopt(model: PreTrainedModel) -> bool:
-    """Make a model's attention follow the `SharedPrompts` or `CachedPrompts` that it is given, if it supports that.
+    """Makes a model's attention follow `SharedPrompts` or `CachedPrompts`; returns True if the model supports that.
 
-    Without any, the model stays as it is. All its layers must attend to all earlier tokens, by PyTorch's own attention;
-    a trial on a few tokens checks that nothing else depends on other tokens.
-
-    Args:
-        model: changed in place.
-
-    Returns:
-        Whether the model supports shared prompts.
+    Without any, the model computes as before. All its layers must attend to all earlier tokens, by PyTorch's own
+    attention; a trial on a few tokens checks that nothing else depends on other tokens.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -157,7 +153,7 @@ def adopt(model: PreTrainedModel) -> bool:
 
 
 def agree(actual: Tensor, expected: Tensor) -> bool:
-    """Whether outputs of a model, computed in two ways, differ by at most a thousandth of the largest."""
+    """Returns True if two results of a model differ by at most a thousandth of the largest output."""
     size = max(1.0, float(expected.abs().max()))
     return torch.allclose(actual.float(), expected.float(), rtol=0, atol=1e-3 * size)
 
@@ -170,10 +166,8 @@ def _hidden(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Tensor
 
 
 def inputs(prompts: SharedPrompts | Segments | CachedPrompts) -> dict[str, Any]:
-    """Return the arguments of a model's forward that it passes on to its attention.
-
-    The mask is never read: its four dimensions keep the model from building one of its own.
-    """
+    """Returns the arguments of a model's forward that it passes on to its attention."""
+    # the mask is never read: its four dimensions keep the model from building its own
     name = "shared" if isinstance(prompts, SharedPrompts | Segments) else "prompts"
     return {name: prompts, "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool)}
 
@@ -204,7 +198,7 @@ def _attention(
     return _attend_by_blocks(shared, query, key, value, scaling)[None], None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # each number of blocks would be another program
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # each number of blocks would compile another program
 def _attend_by_blocks(
     shared: SharedPrompts, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Tensor:

@@ -24,19 +24,16 @@ NAME = "router_aux_loss"
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The settings of the loss."""
+    """Settings of the loss."""
 
     coefficient: float
     top_k: int
-    """Number of experts for each token."""
+    """Number of experts per token."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RouterLoss | None:
-        """Read the settings from a model's config; None if it does not ask for the loss.
-
-        Raises:
-            UserError: the config asks for it, but the model does not support it.
-        """
+        """Reads the settings from a model's config, None if it does not ask for the loss. Raises UserError if the model
+        has none."""
         config = model.config.get_text_config()
         if not getattr(config, "output_router_logits", False):
             return None
@@ -55,13 +52,12 @@ class RouterLoss:
         copies: Int[Tensor, " tokens"],
         summed: Callable[[Tensor], Tensor] = lambda local: local,
     ) -> Float[Tensor, ""]:
-        r"""Compute :math:`E \sum_e f_e P_e` over the tokens of all layers.
+        r"""Computes :math:`E \sum_e f_e P_e` over the tokens of all layers.
 
-        f is the share of the tokens that expert e was chosen for, and P its mean probability.
+        f is the share of tokens routed to expert e, and P its mean probability.
 
         Args:
-            router_logits: one tensor for each layer with experts.
-            copies: number of sequences that each token is part of, by which it counts; 0 for padding.
+            copies: weight of each token: the number of sequences that contain it, 0 for padding.
             summed: sums a tensor over the processes that have other tokens of the same sequences.
 
         Returns:

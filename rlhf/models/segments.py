@@ -1,6 +1,6 @@
 """Attention of several sequences, one after the other in a row, without a mask of all their positions.
 
-A mask of 131,072 x 131,072 positions takes 16 GiB. Here each sequence attends by itself.
+A mask of 131,072 x 131,072 positions takes 16 GiB. Here each sequence attends separately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MASK_ELEMENTS = 2**24
-"""Largest size of a mask."""
+"""Maximum size of a mask, in elements."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Segments:
     longest_query: int
     """Length of the longest piece."""
     longest_keys: int
-    """Number of keys of the piece that has most."""
+    """Maximum number of keys of a piece."""
 
     @classmethod
     def of(cls, prompts: np.ndarray, responses: np.ndarray, prompt_of: np.ndarray) -> Segments:
-        """Describe the concatenation of prompts, and then of their responses; see `SharedPrompts.of`."""
+        """Describes the concatenation of prompts, and then of their responses; see `SharedPrompts.of`."""
         starts = np.cumsum(prompts) - prompts
         response_starts = prompts.sum() + np.cumsum(responses) - responses
         real = np.flatnonzero(responses)
@@ -64,12 +64,12 @@ class Segments:
 
     @classmethod
     def of_sequences(cls, lengths: np.ndarray) -> Segments:
-        """Describe the concatenation of whole sequences of the given lengths, shape (sequences,)."""
+        """Describes the concatenation of whole sequences of the given lengths, shape (sequences,)."""
         return cls.of_pieces(lengths, lengths, None)
 
     @classmethod
     def of_pieces(cls, queries: np.ndarray, keys: np.ndarray, at: np.ndarray | None) -> Segments:
-        """Describe pieces of any kind.
+        """Describes pieces of any kind.
 
         Args:
             queries: length of each piece, shape (pieces,).
@@ -83,24 +83,15 @@ class Segments:
         return cls(indices, query_ends, key_ends, int(queries.sum()), int(queries.max()), int(keys.max()))
 
     def to(self, device: torch.device) -> Segments:
-        """Return the segments on a device."""
+        """Returns the segments on a device."""
         keys = None if self.keys is None else self.keys.to(device)
         return replace(self, keys=keys, query_ends=self.query_ends.to(device), key_ends=self.key_ends.to(device))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is one kernel, with the lengths of the pieces
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # one kernel, which takes the pieces' lengths
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute attention.
-
-        Args:
-            query: shape (tokens, heads, dim).
-            key: shape (tokens, key heads, dim).
-            value: same shape as `key`.
-            scale: factor of the scores; None: 1 / sqrt(dim).
-
-        Returns:
-            The attended values, shape (tokens, heads, dim).
-        """
+        """Computes attention; `query` and the result have shape (tokens, heads, dim), `key` and `value` fewer heads."""
         device = query.device.type
+        # autocast does not cast the inputs of this kernel
         if query.dtype == torch.float32 and torch.is_autocast_enabled(device):
             query, key, value = (heads.to(torch.get_autocast_dtype(device)) for heads in (query, key, value))
         if self.keys is not None:
@@ -125,9 +116,9 @@ class Segments:
         return attended
 
     def _attend_one_by_one(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Compute what the kernel computes where there is none, a call per piece."""
+        """Computes the same as the kernel where there is none, by a call per piece."""
         groups = query.shape[1] // key.shape[1]
-        if groups > 1 and key.is_cuda:  # where no other fast kernel takes groups
+        if groups > 1 and key.is_cuda:  # no other fast kernel takes groups
             key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
         q_sizes, k_sizes = self.query_ends.diff().tolist(), self.key_ends.diff().tolist()
         of_pieces = (
@@ -139,7 +130,7 @@ class Segments:
 
 
 def _attend_piece(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attend from the last tokens of a piece, shape (1, heads, tokens, dim), to it."""
+    """Attends from the last tokens of a piece, shape (1, heads, tokens, dim), to the piece."""
     queries, keys = query.shape[2], key.shape[2]
     if queries == keys:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -149,7 +140,7 @@ def _attend_piece(query: Tensor, key: Tensor, value: Tensor, scale: float | None
     ends = [min(start + rows, queries) for start in range(0, queries, rows)]
     return torch.cat(
         [
-            checkpoint(  # which keeps no masks
+            checkpoint(  # so that no masks are kept for the backward pass
                 _attend_masked,
                 rows_of_query,
                 key[:, :, : keys - queries + end],
@@ -172,7 +163,7 @@ def _attend_masked(query: Tensor, key: Tensor, value: Tensor, scale: float | Non
 
 @cache
 def has_kernel(dim: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether PyTorch has a kernel for `Segments` of heads of this size, on this device, in this type."""
+    """Returns True if PyTorch has a kernel for `Segments` of heads of this size, on this device, in this type."""
     if device.type != "cuda" or dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): each process of a team has a share of the positions of a sequence.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): each process of a team has a share of a sequence's positions.
 
 All layers except attention process positions independently. For attention, the processes exchange shares of positions
 for shares of heads, and back. Every member computes the loss from the whole outputs, but sends gradients only through
@@ -33,19 +33,19 @@ class Team:
 
     size: int
     index: int
-    """Number of this process in the team, from 0."""
+    """Index of this process in the team."""
     group: dist.ProcessGroup
 
     @classmethod
     def of(cls, size: int) -> Team:
-        """Return this process's team, if `size` adjacent ranks are one; all processes must call this."""
+        """Returns this process's team of `size` adjacent ranks; all processes must call this."""
         assert ranks.count() % size == 0
         index = ranks.rank() % size
         first = ranks.rank() - index
         return cls(size, index, ranks.group(range(first, first + size), "sequence_parallel"))
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a model with the wrong number of heads, or layers without full attention."""
+        """Raises UserError for a model with the wrong number of heads, or layers without full attention."""
         config = model.config.get_text_config()
         if config.num_attention_heads % self.size:
             raise UserError(
@@ -57,26 +57,18 @@ class Team:
             raise UserError(f"sequence_parallel needs full attention in every layer, but the model has {sorted(kinds)}")
 
     def adopt(self, model: PreTrainedModel) -> None:
-        """Make the attention of a model that `check` accepts exchange shares between the members, in place."""
+        """Makes the attention of a model that passed `check` exchange shares between the members, in place."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(NAME, _attention)
         model.set_attn_implementation(NAME)
 
     def share(self, whole: Int[Tensor, "sequences time"]) -> Int[Tensor, "sequences share"]:
-        """Return this process's positions, shape (sequences, time / size), of a tensor of shape (sequences, time)."""
+        """Returns this process's positions, shape (sequences, time / size), of a tensor of shape (sequences, time)."""
         return whole[:, self.index * self._width(whole) : (self.index + 1) * self._width(whole)]
 
     def padded(self, input_ids: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Pad sequences on the right to a multiple of `size`.
-
-        Args:
-            input_ids: shape (sequences, time).
-            position_ids: same shape; None: counted from the left.
-
-        Returns:
-            Padded token ids and position ids.
-        """
+        """Pads sequences on the right to a multiple of `size`; `position_ids` None: counted from the left."""
         missing = -input_ids.shape[1] % self.size
         ids = torch.nn.functional.pad(input_ids, (0, missing))
         if position_ids is None:
@@ -84,15 +76,10 @@ class Team:
         return ids, torch.nn.functional.pad(position_ids, (0, missing))
 
     def mine(self, at: Int[Tensor, " tokens"], time: int) -> tuple[Bool[Tensor, " tokens"], Int[Tensor, " mine"]]:
-        """Locate indices in this process's share.
-
-        Args:
-            at: indices in the flattened whole input, shape (tokens,).
-            time: length of the padded sequences.
+        """Locates indices, in the flattened whole input with sequences of `time` tokens, in this process's share.
 
         Returns:
-            Whether each index is in this process's share, shape (tokens,), and the indices in the flattened share of
-            those that are.
+            A mask of the indices in this process's share, shape (tokens,), and those indices in the flattened share.
         """
         width = time // self.size
         sequence, position = at // time, at % time
@@ -100,19 +87,14 @@ class Team:
         return is_mine, (sequence * width + position % width)[is_mine]
 
     def whole(self, values: Float[Tensor, " mine"], is_mine: Bool[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-        """Combine the values of all members; gradients flow only to this process's values.
+        """Combines the values of all members; gradients flow only to this process's values.
 
-        Args:
-            values: this process's values, shape (own tokens,).
-            is_mine: which tokens these are, shape (tokens,).
-
-        Returns:
-            The values of all tokens, shape (tokens,).
+        `values` has shape (own tokens,), the mask `is_mine` and the result (tokens,).
         """
         return self.summed(values.new_zeros(is_mine.shape).masked_scatter(is_mine, values))
 
     def summed(self, local: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Sum a tensor over the members; gradients flow only to this process's share."""
+        """Sums a tensor over the members; gradients flow only to this process's share."""
         total = local.detach().clone()
         dist.all_reduce(total, group=self.group)
         return local + (total - local.detach())

@@ -1,7 +1,7 @@
-"""A skeleton: a model that has no weights yet, and the places where they are stored.
+"""Skeletons: models without weights, and the places where their weights are stored.
 
 A whole model may fit neither on a device nor, once per process, in host memory. So it is built without memory for its
-parameters, an engine shards it, and each rank then reads only the elements that it holds.
+parameters, an engine shards it, and each rank then reads only its own elements.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ class Skeleton:
     model: PreTrainedModel
     """Its parameters are on the meta device; buffers that are not stored, such as rotary frequencies, are real."""
     sources: Mapping[str, RangeReader]
-    """Where each parameter and stored buffer is read from, by name. Empty: the model has its weights already."""
+    """Source of each parameter and stored buffer, by name. Empty: the model already has its weights."""
 
     @classmethod
     def of(cls, model: PreTrainedModel | Skeleton) -> Skeleton:
-        """Wrap a model that has its weights already; a skeleton stays as it is."""
+        """Wraps a model that already has its weights; returns a skeleton as it is."""
         return model if isinstance(model, Skeleton) else cls(model, {})
 
     def emptied(self) -> Skeleton:
-        """The same model without memory for its parameters; weights that it has already stay in host memory, as their
-        own sources."""
+        """Returns the same model without memory for its parameters.
+
+        Weights that it already has stay in host memory, as their own sources.
+        """
         if self.sources:
             return self
         held: dict[str, RangeReader] = {
@@ -55,7 +57,7 @@ class Skeleton:
         return Skeleton(self.model, held)
 
     def load(self) -> PreTrainedModel:
-        """Read all weights into host memory; returns the model, which is complete."""
+        """Reads all weights into host memory; returns the complete model."""
         if self.sources:
             materialize(self.model, torch.device("cpu"))
             self.read_buffers()
@@ -65,7 +67,7 @@ class Skeleton:
         return self.model
 
     def read_buffers(self) -> None:
-        """Read the buffers that are stored."""
+        """Reads the stored buffers."""
         for name, buffer in self.model.named_buffers():
             if name in self.sources:
                 buffer.copy_(self.sources[name].whole())
@@ -77,7 +79,7 @@ class Unreadable(Exception):
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Build models whose parameters are on the meta device; buffers are real, because they may be derived."""
+    """Builds models with parameters on the meta device. Buffers are real, because they may be derived."""
     register = torch.nn.Module.register_parameter
     on_meta: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
 
@@ -101,13 +103,11 @@ def materialize(
     dtype: torch.dtype | None = None,
     then: Callable[[torch.nn.Parameter], None] | None = None,
 ) -> None:
-    """Give memory to the parameters that are on the meta device, and move the rest; parameters that are tied stay tied.
+    """Gives memory to the parameters on the meta device, and moves the rest; tied parameters stay tied.
 
     Args:
-        module: changed in place.
-        device: the device of all parameters and buffers.
-        dtype: type of the parameters that get memory; None: the type that they have.
-        then: called with each of these parameters before the next one gets memory.
+        dtype: type of the parameters that get memory; None: they keep theirs.
+        then: called with each of these parameters before the next one gets memory; buffers then stay where they are.
     """
     real: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for child in module.modules():
@@ -124,16 +124,9 @@ def materialize(
 
 
 def folder_state(folder: Path) -> StoredState:
-    """Open the safetensors files of a model folder, which are then read by range.
+    """Opens the safetensors files of a model folder, to be read by range, by their tensors' names in the files.
 
-    Args:
-        folder: the folder.
-
-    Returns:
-        The stored tensors, by their names in the files.
-
-    Raises:
-        Unreadable: the folder has no safetensors under their usual names, or they are quantized.
+    Raises Unreadable if the folder has none under their usual names, or they are quantized.
     """
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
@@ -158,14 +151,10 @@ def folder_state(folder: Path) -> StoredState:
 
 
 def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[str, RangeReader]:
-    """Find the stored tensor of each parameter and buffer. Names in files are changed as transformers changes them.
+    """Finds the stored tensor of each parameter and buffer that the files have, renaming tensors as transformers does.
 
     Args:
         model: the model; parameters that it ties are untied if the files have different weights for them.
-        stored: the tensors in the model's files, by name.
-
-    Returns:
-        The stored tensors by name of the parameter or buffer; those that the files lack are left out.
 
     Raises:
         Unreadable: a parameter does not consist of stored tensors, one after the other.
@@ -181,6 +170,7 @@ def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[
     converted: set[str] = set()
     for key in sorted(stored, key=dot_natural_key):
         name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        # the file already has the model's own name
         if name not in state and key in state:
             name, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
         if name in state and converter is None:
@@ -195,7 +185,7 @@ def sources(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[
 
 
 def _joined(model: PreTrainedModel, stored: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, RangeReader]:
-    """Find the stored tensors of which parameters consist, such as the matrices of experts."""
+    """Finds the stored tensors of which parameters consist, such as the matrices of experts."""
     try:
         layout = hub_layout(model)
     except UserError as error:
@@ -211,7 +201,7 @@ def _joined(model: PreTrainedModel, stored: Mapping[str, StoredTensor], names: I
 
 
 def _settle_ties(model: PreTrainedModel, found: dict[str, RangeReader]) -> None:
-    """Leave one name of each tied parameter in `found`. If both are stored, and differ, the model unties them."""
+    """Leaves one name of each tied parameter in `found`. If both are stored and differ, the model unties them."""
     first_names: dict[torch.nn.Parameter, str] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         first = first_names.setdefault(parameter, name)
@@ -240,15 +230,11 @@ def _equal(first: RangeReader, second: RangeReader, at_once: int = 2**22) -> boo
 def extended(
     skeleton: Skeleton, extend: Callable[[PreTrainedModel], None], name_in_base: Callable[[str], str]
 ) -> Skeleton:
-    """Add parameters to a skeleton, such as adapters. Their values are kept in memory.
+    """Adds parameters to a skeleton, such as adapters. Their values are kept in memory.
 
     Args:
-        skeleton: the skeleton; its model is changed in place.
         extend: adds the parameters to the model, whose parameters are then on the CPU, but take no memory.
         name_in_base: returns the name that a parameter had before.
-
-    Returns:
-        The skeleton with the new parameters.
     """
     model = skeleton.model
     # one element, repeated: new parameters get the device and type of those that are there
@@ -265,7 +251,7 @@ def extended(
 
 
 def _replace(module: torch.nn.Module, new: Callable[[torch.nn.Parameter], Tensor]) -> None:
-    """Replace all parameters; those that are tied stay tied."""
+    """Replaces all parameters; tied ones stay tied."""
     replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for child in module.modules():
         for name, old in list(child.named_parameters(recurse=False, remove_duplicate=False)):
@@ -275,5 +261,5 @@ def _replace(module: torch.nn.Module, new: Callable[[torch.nn.Parameter], Tensor
 
 
 def say_whole(path: str, reason: Unreadable) -> None:
-    """Warn that every process loads a whole model."""
+    """Warns that every process loads a whole model."""
     warnings.warn(f"{path} is loaded whole by every process: {reason}", stacklevel=2)

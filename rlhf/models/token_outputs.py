@@ -41,11 +41,11 @@ LOGITS_BYTES = 2**28
 
 @dataclass(frozen=True)
 class VocabularyShare:
-    """This process's part of the head, of a team that splits it by tokens of the vocabulary."""
+    """This process's part of the head, in a team that splits it by vocabulary."""
 
     group: dist.ProcessGroup
     first: int
-    """The first token of the part; its size is that of the logits."""
+    """The part's first token; its size is that of the logits."""
     members: int
     """Number of processes in the team."""
 
@@ -63,15 +63,12 @@ class TokenOutputs(torch.nn.Module):
         share_prompts: bool = False,
         varlen: bool = False,
     ) -> None:
-        """Wrap a model and check that it computes correct results.
+        """Wraps a model and checks that it computes correct results.
 
         Args:
             model: the model; it may be on the meta device. The check computes with a small one of its architecture.
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
             team: the processes that split each sequence; None: sequences are not split.
-            packing: whether sequences are packed.
-            share_prompts: whether responses share their prompts, if the model supports it.
-            varlen: whether there is a kernel for `Segments`.
 
         Raises:
             UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
@@ -83,25 +80,26 @@ class TokenOutputs(torch.nn.Module):
         # these work on any device, and in float32
         is_plain = attention in ("sdpa", "eager", prefix_sharing.NAME)
         tried = truncated(model, attention=attention if is_plain else "sdpa", teams_of=1 if team is None else team.size)
+        # `_check` computes with the small model
         self.model = tried.to(ranks.device())
         self.head = head
         self.team = team
         self.router_loss = RouterLoss.of(model) if head == "policy" else None
-        """The auxiliary loss of a mixture of experts; None if the model has none or its config does not ask for it."""
+        """The auxiliary loss of a mixture of experts; None if the model has none, or its config does not ask for it."""
         self.in_step = False
-        """Whether all ranks must call the head equally often, because each call gathers its weights."""
+        """True if all ranks must call the head equally often, because each call gathers its weights."""
         self.kernels: Kernels = "torch"
-        """What computes the layers and the log-probs."""
+        """Implementation of the layers and the log-probs."""
         self.vocabulary: VocabularyShare | None = None
-        """The part of the head that this process has; None: it has the whole head."""
+        """This process's part of the head; None: all of it."""
         asked = share_prompts or varlen or packing
         is_adopted = asked and team is None and is_plain and prefix_sharing.adopt(tried)
         self.shares_prompts = share_prompts and is_adopted
-        """Whether the model computes a row of shared prompts."""
+        """True if the model computes a row of shared prompts."""
         self.varlen = varlen and is_adopted
-        """Whether shared prompts are always described by `Segments`, and packing is as fast as padding."""
+        """True if shared prompts are always described by `Segments`, and packing is as fast as padding."""
         self.takes_segments = is_adopted or team is not None
-        """Whether a row of several sequences is computed as `Segments`; otherwise as its positions say."""
+        """True if a row of several sequences is computed as `Segments`; otherwise by its positions."""
         self._check(packing)
         self.model = model
         if is_adopted or team is not None:
@@ -118,14 +116,11 @@ class TokenOutputs(torch.nn.Module):
         shared: SharedPrompts | Segments | None = None,
         copies: Int[Tensor, "sequences time"] | None = None,
     ) -> dict[str, Tensor]:
-        """Compute outputs at selected positions.
+        """Computes outputs at selected positions.
 
         Args:
-            input_ids: token ids, shape (sequences, time).
             position_ids: same shape; None: counted from the left.
             at: indices in the flattened `input_ids` of the positions that predict the targets, shape (tokens,).
-            targets: the tokens to predict, shape (tokens,).
-            temperature: divisor of the logits.
             outputs: names of the outputs; only `entropy` is optional.
             shared: how the tokens of a row of several sequences attend to each other; None: each row is a sequence.
             copies: number of sequences that each token is part of, shape (sequences, time); None: the router's
@@ -142,6 +137,7 @@ class TokenOutputs(torch.nn.Module):
         before = input_ids.shape[1]
         input_ids, positions = team.padded(input_ids, position_ids)
         time = input_ids.shape[1]
+        # padding changes the indices in the flattened input
         is_local, local_at = team.mine(at // before * time + at % before, time)
         attend: dict[str, Any] = {"team": team, "segments": shared}
         if copies is not None:
@@ -189,11 +185,13 @@ class TokenOutputs(torch.nn.Module):
     def _of_policy(
         self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
+        # Liger's kernel knows neither entropy nor temperature, and only a plain matrix
         if self.kernels == "liger" and "entropy" not in outputs and temperature == 1.0 and self._has_plain_head():
             return {"log_probs": liger_log_probs(hidden, self.model.get_output_embeddings().weight, targets)}
         members = 1 if self.vocabulary is None else self.vocabulary.members
         size = max(1, LOGITS_BYTES * members // (4 * self.model.config.get_text_config().vocab_size))
         count = -(-len(targets) // size)
+        # sharded weights are gathered by a collective in each call
         if self.in_step:
             count = ranks.largest(count)
         if count <= 1:
@@ -216,7 +214,7 @@ class TokenOutputs(torch.nn.Module):
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
     def _has_plain_head(self) -> bool:
-        """Whether this process has the whole head, which is a matrix and nothing else."""
+        """Returns True if this process has the whole head, and it is only a matrix."""
         head, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
         changes = [getattr(config, key, None) for key in ("final_logit_softcapping", "logits_scaling", "logit_scale")]
         is_whole = self.vocabulary is None and not self.in_step
@@ -234,14 +232,8 @@ class TokenOutputs(torch.nn.Module):
         return logits
 
     def use(self, kernels: Kernels) -> None:
-        """Replace kernels of the model, in place.
-
-        Args:
-            kernels: see `ratchet.rlhf.models.kernels`.
-
-        Raises:
-            UserError: `liger` does not support the model.
-        """
+        """Replaces kernels of the model in place; see `kernels`. Raises UserError if Liger does not support the
+        model."""
         self.kernels = kernels
         if kernels == "compile":
             compile_layers(self.model)
@@ -250,7 +242,7 @@ class TokenOutputs(torch.nn.Module):
 
     @torch.no_grad()
     def _check(self, packing: bool) -> None:
-        """Check on a few tokens that this architecture computes what the engine assumes."""
+        """Checks on a few tokens that this architecture computes what the engine assumes."""
         name = type(self.model).__name__
         ids = torch.arange(4 * (self.team.size if self.team is not None else 1), device=self.model.device)[None]
         alone = self._hidden(ids)
@@ -286,15 +278,11 @@ def log_probs_and_entropy(
     entropy: bool,
     share: VocabularyShare | None = None,
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"] | None]:
-    r"""Compute :math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` in float32.
+    r"""Computes :math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` in float32.
 
     z are the temperature-scaled logits; lse is the log of the sum of exponentials.
 
     Args:
-        logits: shape (*tokens, vocab); with `share`, those of this process's part of the vocabulary.
-        targets: token ids y, shape (*tokens).
-        temperature: divisor of the logits.
-        entropy: whether to compute the entropy.
         share: this process's part of the vocabulary; None: all of it. With a part, all members of the team must make
             the same call, and compute the same loss from what it returns.
 
@@ -314,7 +302,8 @@ def log_probs_and_entropy(
 def _of_share(
     scaled: Tensor, targets: Tensor, share: VocabularyShare, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs and entropy of scaled logits of which each member of a team has a part."""
+    """Computes log-probs and entropy of scaled logits, of which each member of a team has a part."""
+    # subtracted to avoid overflow; it cancels out, so it needs no gradient
     largest = scaled.detach().amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=share.group)
     exponentials = (scaled - largest.unsqueeze(-1)).exp()
@@ -331,7 +320,7 @@ def _of_share(
 
 @cache
 def compiled_log_probs() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return `log_probs_and_entropy`, which is compiled at its first call."""
+    """Returns `log_probs_and_entropy`, which is compiled on its first call."""
     return torch.compile(log_probs_and_entropy)
 
 

@@ -1,4 +1,4 @@
-"""Load and copy the tokenizers of models, and compute digests of them."""
+"""Loads and copies the tokenizers of models, and computes their digests."""
 
 from __future__ import annotations
 
@@ -28,19 +28,14 @@ if TYPE_CHECKING:
     from ratchet.rlhf.config import ModelConfig
 
 NAMED = 3
-"""Tokens that an error names."""
+"""Number of tokens that an error lists."""
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model.
+    """Loads the tokenizer of a model; raises UserError if it cannot be loaded, or does not fit the config.
 
-    Args:
-        model: the model.
-        writes: whether the model generates, so that the tokenizer needs an end-of-sequence token.
-
-    Raises:
-        UserError: it cannot be loaded, or not as the config wants it.
+    If the model `writes`, the tokenizer needs an end-of-sequence token.
     """
     tokenizer = _tokenizer(model, model_folder(model), runs_code=model.trust_remote_code)
     if writes and tokenizer.eos_token_id is None:
@@ -55,11 +50,9 @@ def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedToke
 
 
 def reading_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model to read tokens of a stored run: no code that the model brings runs, whatever the
-    run's config says, and nothing is downloaded.
+    """Loads a tokenizer to read the tokens of a stored run; raises UserError if it cannot.
 
-    Raises:
-        UserError: it cannot be loaded so.
+    Whatever the run's config says, no code of the model runs, and nothing is downloaded.
     """
     from transformers.utils import logging
 
@@ -92,13 +85,14 @@ def _set_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
     try:
         tokenizer.chat_template = Path(path).read_text()
+        # tried at once, so that an error names the file
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except (OSError, UnicodeDecodeError, TemplateError) as error:
         raise UserError(f"chat_template {path} is not a chat template: {error}") from None
 
 
 def _set_variables(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    """Set variables at the beginning of the chat template, so that they hold wherever it is used."""
+    """Sets variables at the beginning of the chat template, so that they hold wherever it is used."""
     template = tokenizer.chat_template
     for name in model.chat_template_kwargs:
         if not name.isidentifier() or not isinstance(template, str) or name not in template:
@@ -106,13 +100,13 @@ def _set_variables(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> No
                 f"model.chat_template_kwargs has {name}, which the chat template of {model.path} does not use: remove "
                 "it"
             )
-    # Jinja reads Python's literals
+    # Jinja understands Python's literals
     variables = "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in model.chat_template_kwargs.items())
     tokenizer.chat_template = variables + template
 
 
 def has_chat_template(model: ModelConfig) -> bool:
-    """Whether the prompts of a model are rendered by a chat template, by its files: no code runs."""
+    """Returns True if a chat template renders the prompts of a model, judged by its files: no code runs."""
     source = model_folder(model)
     settings = source / TOKENIZER_CONFIG
     return (
@@ -123,8 +117,10 @@ def has_chat_template(model: ModelConfig) -> bool:
 
 
 def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
-    """Copy the tokenizer of a model, with the configured chat template and with its code, of which none runs. Values of
-    `model.chat_template_kwargs` are left out: whoever uses the model sets them."""
+    """Copies the tokenizer of a model, with the configured chat template and with its code, none of which runs.
+
+    Values of `model.chat_template_kwargs` are left out: users of the model set their own.
+    """
     source = model_folder(model)
     for path in {path for pattern in OF_TOKENIZERS for path in source.glob(pattern) if path.is_file()}:
         shutil.copyfile(path, folder / path.name)
@@ -132,22 +128,14 @@ def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
     if model.chat_template is not None:
         (folder / TEMPLATE).write_text(Path(model.chat_template).read_text())
         settings = folder / TOKENIZER_CONFIG
-        if settings.is_file():  # not all programs know that the file of the template comes first
+        if settings.is_file():  # not every program lets the template's file take precedence
             others = json.loads(settings.read_text()) | {"chat_template": None}
             del others["chat_template"]
             settings.write_text(json.dumps(others, indent=2, ensure_ascii=False))
 
 
 def check_embeddings(tokenizer_of: ModelConfig, *models: ModelConfig) -> None:
-    """Check that models have a row of embeddings for every token.
-
-    Args:
-        tokenizer_of: the model whose tokenizer writes the tokens.
-        models: models that read them.
-
-    Raises:
-        UserError: one has fewer rows; a line for each model.
-    """
+    """Raises UserError, with a line for each, for models without an embedding for every token of `tokenizer_of`."""
     vocabulary = load_tokenizer(tokenizer_of, writes=False).get_vocab()
     rows = {model.path: getattr(text_config(model), "vocab_size", None) for model in models}
     size = max(vocabulary.values()) + 1
@@ -165,10 +153,10 @@ def check_embeddings(tokenizer_of: ModelConfig, *models: ModelConfig) -> None:
 
 
 def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """All tokens that end a response, sorted.
+    """Returns all tokens that end a response, sorted.
 
-    They are the tokenizer's end of sequence, the ends of the generation config, and the last token with which the chat
-    template ends a turn.
+    They are the tokenizer's end-of-sequence token, those of the generation config, and the last token with which the
+    chat template ends a turn.
     """
     return tuple(sorted({*_ends(generation, tokenizer), end_of_turn(tokenizer)[-1]}))
 
@@ -181,10 +169,10 @@ def _ends(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBas
 
 
 def tokenizer_digest(model: ModelConfig, *, writes: bool = True) -> str:
-    """sha256 over the tokenizer's files and the configured chat template.
+    """Returns the sha256 of the tokenizer's files and the configured chat template.
 
-    If the model `writes`, the digest also covers the tokens that this project puts around texts, unless that is only
-    the end of sequence.
+    If the model `writes`, it also covers the tokens that Ratchet puts around texts, unless that is only the
+    end-of-sequence token.
     """
     files = files_digest(model_folder(model), TOKENIZER)
     template = "" if model.chat_template is None else f" {Path(model.chat_template).read_text()}"
@@ -194,7 +182,7 @@ def tokenizer_digest(model: ModelConfig, *, writes: bool = True) -> str:
 
 
 def _tokens_around(model: ModelConfig) -> str:
-    """The tokens before a prompt without a chat template, and after an answer with one, as text for a digest."""
+    """Returns the tokens around texts (prompts without a chat template, answers with one) as text for a digest."""
     tokenizer = load_tokenizer(model)
     before = beginning([], tokenizer)
     known = _ends(generation_config(model), tokenizer)

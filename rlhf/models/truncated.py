@@ -1,4 +1,4 @@
-"""Builds a small model of the same architecture, to try an architecture before anything large is loaded."""
+"""Builds a small model of the same architecture, to try the architecture before anything large is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 LAYERS = 2
 HEADS = 6
-"""Attention heads for each process of a team. An odd factor keeps a width from equaling another size by chance."""
+"""Attention heads per process of a team. The odd factor keeps a width from equaling another size by chance."""
 VOCABULARY = 128
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 """Parts of the names of fields that hold the widths of MLPs."""
@@ -21,23 +21,15 @@ TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def truncated(model: PreTrainedModel, *, attention: str, teams_of: int = 1) -> PreTrainedModel:
-    """Build a small model of the same class on the CPU, with random weights.
+    """Builds a small float32 model of the same class on the CPU, with random weights.
 
-    It has a layer of each kind that the model has, and at least two; few heads of attention, of the same size; and a
-    small vocabulary. A model that cannot be built so is tried with fewer changes, at last with none.
-
-    Args:
-        model: the model; it may be on the meta device.
-        attention: the attention kernel of the small model.
-        teams_of: number of processes that will share the heads.
-
-    Returns:
-        The small model, float32.
+    It has a layer of each kind that the model has, and at least two; few attention heads, of the same size; and a small
+    vocabulary. If that cannot be built, fewer things are changed, in the end none.
     """
     for narrow in (True, False):
         try:
             return _built(model, _small(model.config, teams_of if narrow else None), attention)
-        except Exception:  # fields of a config may depend on others in ways that are not known here
+        except Exception:  # fields of a config may depend on others in unknown ways
             continue
     warnings.warn(
         f"no small {type(model).__name__} can be built, so the checks need memory for a whole one", stacklevel=2
@@ -46,7 +38,7 @@ def truncated(model: PreTrainedModel, *, attention: str, teams_of: int = 1) -> P
 
 
 def _built(model: PreTrainedModel, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """Build a model whose outputs are large enough to differ visibly if something is computed in another way."""
+    """Builds a model whose outputs are large enough to differ visibly between two ways of computing."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config._attn_implementation = attention
@@ -58,13 +50,13 @@ def _built(model: PreTrainedModel, config: PreTrainedConfig, attention: str) -> 
         for embedding in (small.get_input_embeddings(), small.get_output_embeddings()):
             if embedding is not None:
                 torch.nn.init.normal_(embedding.weight)
-        with torch.no_grad():  # a model that was built and cannot compute is no use
+        with torch.no_grad():  # a model that cannot compute is of no use
             small.base_model(input_ids=torch.arange(4)[None], use_cache=False)
     return small
 
 
 def _small(whole: PreTrainedConfig, teams_of: int | None) -> PreTrainedConfig:
-    """Copy a config with fewer layers and, unless `teams_of` is None, with fewer heads and tokens."""
+    """Copies a config with fewer layers and, unless `teams_of` is None, with fewer heads and tokens."""
     config = deepcopy(whole)
     _shorten(config.get_text_config())
     if teams_of is not None:
@@ -73,7 +65,7 @@ def _small(whole: PreTrainedConfig, teams_of: int | None) -> PreTrainedConfig:
 
 
 def _shorten(config: PreTrainedConfig) -> None:
-    """Keep one layer of each kind, and at least two."""
+    """Keeps one layer of each kind, and at least two."""
     count = config.num_hidden_layers
     per_layer = {
         name: list(values)
@@ -90,7 +82,7 @@ def _shorten(config: PreTrainedConfig) -> None:
 
 
 def _narrow(config: PreTrainedConfig, teams_of: int) -> None:
-    """Keep few heads and tokens; MLPs become as wide as the model."""
+    """Keeps few heads and tokens; MLPs become as wide as the model."""
     heads, width, vocabulary = config.num_attention_heads, config.hidden_size, config.vocab_size
     of_keys = getattr(config, "num_key_value_heads", None) or heads
     kept = HEADS * teams_of

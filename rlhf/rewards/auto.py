@@ -1,4 +1,4 @@
-"""A built-in reward for every row: by its `data_source`, and otherwise by `reward_model.style`."""
+"""Chooses a built-in reward for every row: by its `data_source`, and otherwise by `reward_model.style`."""
 
 import fnmatch
 from typing import Any
@@ -11,12 +11,12 @@ BY_SOURCE = {
     "*olympiad*": "math",
     "*numina*": "math",
 }
-"""Patterns that the lower-case name of a data source is compared with, in order."""
+"""Patterns for the lower-case name of a data source, in order."""
 STYLES = ("countdown", "gsm8k", "math")
 
 
 def reward_of(data_source: str, style: str | None) -> str | None:
-    """The name of the built-in reward for a row; None: there is none."""
+    """Returns the name of the built-in reward for a row; None if there is none."""
     for pattern, name in BY_SOURCE.items():
         if fnmatch.fnmatch(data_source.lower(), pattern):
             return name
@@ -24,7 +24,7 @@ def reward_of(data_source: str, style: str | None) -> str | None:
 
 
 def problem_of(data_source: str, style: str | None) -> str | None:
-    """Why a row has no built-in reward, and what to do; None: it has one."""
+    """Explains why a row has no built-in reward, and what to do; None if it has one."""
     if reward_of(data_source, style) is not None:
         return None
     return (

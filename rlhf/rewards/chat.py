@@ -1,4 +1,4 @@
-"""Questions to an OpenAI-compatible server, whose answers are kept: what was answered once is not asked again."""
+"""Questions to an OpenAI-compatible server. Answers are kept: no question is asked twice."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Message = dict[str, str]
 
 KEY = "reward.judge"
 LONGEST_PAUSE_S = 60.0
-"""Longest pause before a question is asked again, whatever the server wishes."""
+"""Maximum pause before a question is repeated, whatever the server asks for."""
 BUSY = (408, 409, 425, 429)
-"""Statuses that ask for patience, in addition to those from 500 on."""
+"""Statuses of a busy server, in addition to those from 500 on."""
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 
 
 class AnswerCache(Protocol):
-    """Answers that are kept, by the digest of the question."""
+    """Stored answers, by the digest of the question."""
 
     async def get(self, digest: str) -> str | None:
-        """The answer to a question; None if it was not answered yet."""
+        """Returns the answer to a question; None if it was not answered yet."""
 
     async def keep(self, digest: str, answer: str) -> str:
-        """Keep the answer to a question, unless there is one; returns the one that is kept."""
+        """Keeps the answer to a question unless there is one; returns the one that is kept."""
 
 
 class _AskAgain(RewardFailed):
@@ -60,16 +60,14 @@ class ChatClient:
         concurrency: int,
         answers: AnswerCache,
     ) -> None:
-        """Connects when something is asked.
+        """Prepares the client, which connects with the first question.
 
         Args:
             url: base URL of the server, such as ``http://127.0.0.1:8000/v1``.
-            model: name of the model there.
-            retries: how often a question is repeated if the server is busy, fails, or gives no usable answer.
+            retries: number of retries if the server is busy, fails, or gives no usable answer.
             api_key_env: name of the environment variable that holds the key; without that variable none is sent.
             timeout_s: time limit of a request, in seconds.
-            concurrency: largest number of questions that are asked at the same time.
-            answers: where answers are kept.
+            concurrency: maximum number of concurrent questions.
         """
         self._url, self._model, self._retries = f"{url.rstrip('/')}/chat/completions", model, retries
         self._key_env, self._key = api_key_env, os.environ.get(api_key_env)
@@ -77,31 +75,25 @@ class ChatClient:
         self._slots = asyncio.Semaphore(concurrency)
         self._client: httpx.AsyncClient | None = None
         self._asked: dict[str, asyncio.Task[str]] = {}
-        """Questions that are being asked, by digest."""
+        """Questions in progress, by digest."""
         self._takes_json_mode = True
 
     async def ask(self, messages: Sequence[Message], read: Callable[[object], T]) -> T:
-        """Ask for a JSON value, at temperature 0, unless the same was asked before.
+        """Asks for a JSON value at temperature 0, unless the same question was asked before. Raises RewardFailed.
 
         Args:
-            messages: the messages.
-            read: makes something of the JSON value; raises ValueError if the value is not what was asked for.
-
-        Returns:
-            The result of `read`.
-
-        Raises:
-            RewardFailed: there was no usable answer, however often the question was asked.
+            read: converts the JSON value; raises ValueError if it is not what was asked for.
         """
         question = {"model": self._model, "messages": list(messages), "temperature": 0.0}
         digest = sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
         if digest not in self._asked:
             asking = self._asked[digest] = asyncio.create_task(self._answer(digest, question, read))
             asking.add_done_callback(lambda _: self._asked.pop(digest))
+        # shielded: one caller's cancellation must not cancel the question for the others
         return read(_parsed(await asyncio.shield(self._asked[digest])))
 
     async def _answer(self, digest: str, question: Mapping[str, object], read: Callable[[object], object]) -> str:
-        """The answer that is kept, or else one that is asked for and then kept. `read` accepts it."""
+        """Returns the kept answer, or asks for one and keeps it. `read` accepts it."""
         if (kept := await self._answers.get(digest)) is not None:
             return kept
         attempts = AsyncRetrying(
@@ -110,7 +102,7 @@ class ChatClient:
             wait=_pause_s,
             reraise=True,
         )
-        async with self._slots:  # until the answer is kept, so that few answers can be lost
+        async with self._slots:  # held until the answer is kept, so that few answers can be lost
             answer: str = await attempts(self._usable_answer, question, read)
             return await self._answers.keep(digest, answer)
 
@@ -127,10 +119,11 @@ class ChatClient:
         return answer
 
     async def _post(self, question: Mapping[str, object]) -> str:
-        """The text of the model's answer. Servers without JSON mode are asked for plain text."""
+        """Returns the text of the model's answer. Servers without JSON mode are asked for plain text."""
         if not self._takes_json_mode:
             return self._text_of(await self._request(question))
         response = await self._request({**question, "response_format": {"type": "json_object"}})
+        # perhaps because it has no JSON mode
         if response.status_code in (400, 422):
             plain = await self._request(question)
             self._takes_json_mode = not plain.is_success  # otherwise it refuses something else
@@ -174,7 +167,7 @@ class ChatClient:
 
 
 def _pause_s(state: RetryCallState) -> float:
-    """Seconds before a question is asked again."""
+    """Returns the seconds before a question is repeated."""
     assert state.outcome is not None, "an attempt has ended"
     error = state.outcome.exception()
     if isinstance(error, _AskAgain) and error.after_s is not None:
@@ -190,11 +183,7 @@ def _seconds(retry_after: str | None) -> float | None:
 
 
 def _parsed(answer: str) -> object:
-    """The JSON value of an answer: all of it, after a reasoning model's thoughts, or in a fence.
-
-    Raises:
-        ValueError: the answer is something else.
-    """
+    """Returns the JSON value of an answer: all of it, after a model's thoughts, or in a fence. Raises ValueError."""
     text = answer.rpartition("</think>")[2].strip()
     fenced = _FENCE.fullmatch(text)
     value: object = json.loads(text if fenced is None else fenced[1], parse_constant=_refuse)

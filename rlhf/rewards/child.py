@@ -1,4 +1,4 @@
-"""Computes rewards in a process of its own. `pool` starts it and talks to it through a pipe."""
+"""Computes rewards in its own process. `pool` starts it and talks to it through a pipe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ratchet.rlhf.rewards.registry import load_reward
 
 Send = Callable[[Mapping[str, Any]], None]
 BEATS = 4
-"""Signs of life that a process gives in `reward.timeout_s`, at most one a second, while async functions run."""
+"""Signs of life per `reward.timeout_s`, at most one a second, while async functions run."""
 
 
 def main() -> None:
@@ -42,12 +42,13 @@ def main() -> None:
     own_pid = os.getpid()
 
     def send(message: Mapping[str, Any]) -> None:
-        if os.getpid() != own_pid:  # the reward forked, and its child came here as well
+        if os.getpid() != own_pid:  # the reward forked, and its child got here, too
             os._exit(0)
         pipe.send_bytes(json.dumps(message).encode())
 
     try:
         task = json.loads(pipe.recv_bytes())
+        # imports what the parent's process can import
         sys.path[:] = task["path"]
         answers = _Answers(send)
         try:
@@ -71,7 +72,7 @@ def main() -> None:
                 answers.receive(message)
 
         process = _Process(rewards, task["timeout_s"], task["concurrency"], send)
-        runner = asyncio.Runner()  # a single one: what outlives its time limit must not hold up the end of another
+        runner = asyncio.Runner()  # a single one: its end would wait for calls that outlive their time limit
         while True:
             while not asked:
                 receive()
@@ -80,7 +81,7 @@ def main() -> None:
                 runner.run(process.score_concurrently(message["requests"], pipe.fileno(), receive))
             else:
                 process.score_in_order(message["requests"])
-    except (EOFError, OSError):  # the parent has died: what a reward has started ends, too
+    except (EOFError, OSError):  # the parent has died: the watcher also ends what a reward has started
         watcher.join()
 
 
@@ -97,7 +98,7 @@ def _load(name: str, options: Mapping[str, Any], task: Mapping[str, Any], answer
 
 
 class _Process:
-    """Scores what the pool asks for.
+    """Scores the pool's requests.
 
     A request names functions and holds trajectories: a single one, or all of a prompt for a function that takes them
     together. Its outcomes are a list for each function, with an entry for each trajectory.
@@ -107,13 +108,14 @@ class _Process:
         self._rewards, self._timeout_s, self._concurrency, self._send = rewards, timeout_s, concurrency, send
 
     def score_in_order(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Score one request after the other. The pool watches their time."""
+        """Scores one request after the other. The pool watches their time."""
         for number, request in enumerate(requests):
             group = [Trajectory(**trajectory) for trajectory in request["group"]]
             self._send({"begun": number})
             outcomes: list[list[Outcome]] = []
             for index in request["rewards"]:
                 outcomes.append(self._rewards[index].score(group))
+                # without this function's score there is no total, so the others are not called
                 if all(map(is_failure, outcomes[-1])):
                     outcomes += [outcomes[-1]] * (len(request["rewards"]) - len(outcomes))
                     break
@@ -122,8 +124,7 @@ class _Process:
     async def score_concurrently(
         self, requests: Sequence[Mapping[str, Any]], pipe: int, receive: Callable[[], None]
     ) -> None:
-        """Score requests of async functions at the same time, each within its time limit. Each names one function;
-        `receive` takes a message from the pipe."""
+        """Scores requests of async functions concurrently, each within its time limit. Each names one function."""
         loop, slots = asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency)
 
         def readable() -> None:
@@ -148,12 +149,13 @@ class _Process:
             loop.remove_reader(pipe)
 
     async def _one(self, reward: Reward, group: Sequence[Trajectory]) -> list[Outcome]:
-        """The outcomes of a call. The judge limits each of its requests instead: it may have to wait for its turn."""
+        """Returns the outcomes of a call."""
+        # the judge limits each of its requests instead: it may have to wait for its turn
         limit = None if reward.name == JUDGE else self._timeout_s * len(group)
         scoring = asyncio.create_task(reward.score_async(group))
         await asyncio.wait({scoring}, timeout=limit)
         if not scoring.done():
-            scoring.cancel()  # and is not waited for, because it may refuse
+            scoring.cancel()  # not awaited, because it may refuse
             return [took_too_long(self._timeout_s, group)] * len(group)
         if scoring.cancelled():
             return [RewardFailed(f"the reward raised CancelledError ({place_of(group)})")] * len(group)
@@ -169,7 +171,7 @@ class _Process:
 
 
 class _Answers:
-    """Answers that the pool's process keeps; see `chat.Answers`."""
+    """Answers that the pool's process keeps; see `chat.AnswerCache`."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -191,7 +193,7 @@ class _Answers:
         return await self._waiting[number]
 
     def receive(self, message: Mapping[str, Any]) -> None:
-        """Take the pool's reply."""
+        """Takes the pool's reply."""
         future = self._waiting.pop(message["number"])
         if not future.done():
             future.set_result(message["answer"])
@@ -205,7 +207,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process group when the parent dies: a killed parent cannot do it."""
+    """Ends this process group when the parent dies: a killed parent cannot do it."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os.killpg(0, signal.SIGKILL)

@@ -1,12 +1,12 @@
-"""Programs: does the last Python block of the response pass the tests? Only with `reward.allow_code: true`.
+"""Programs: 1 if the last Python block of the response passes the tests. Only with `reward.allow_code: true`.
 
 The ground truth is JSON: ``{"inputs": [...], "outputs": [...]}`` (standard input and expected standard output of each
-run), or ``{"asserts": "..."}`` (Python that is run after the program, in its process, and must not raise; a list is a
-statement each). Tests that follow one which ran out of time are not tried, and count as failed.
+run), or ``{"asserts": "..."}`` (Python that runs after the program, in its process, and must not raise; in a list, each
+item is a statement). Tests that follow one that ran out of time are skipped, and count as failed.
 
-Each run is a process of its own in bubblewrap: no network, no other processes to be seen, the system read-only, an
-empty private folder that is removed, and limits on time, memory, processes, files and output. That keeps a program
-from the machine's files, network and neighbours; it does not keep it from a hole in the kernel. With the option
+Each run is a process of its own in bubblewrap: no network, no view of other processes, the system read-only, an empty
+private folder that is removed, and limits on time, memory, processes, files and output. That protects the machine's
+files, network and other processes from a program; it does not protect against a hole in the kernel. With the option
 `sandbox: limits` there are only the limits and the folder: a program may then do what the user may, such as read files,
 reach the network and end other processes.
 """
@@ -34,21 +34,21 @@ from ratchet.rlhf.rewards.functions import continued
 MAX_OUTPUT = 1 << 20
 MAX_PROGRAM = 1 << 16
 PROCESSES = 32
-"""Of the user, where that is not root, for whom the system counts none."""
+"""Limit for the user; the system enforces none for root."""
 START_S = 2.0
-"""For Python and the sandbox to begin."""
+"""Seconds for Python and the sandbox to start."""
 
 _BLOCK = re.compile(
     r"(?:^[ \t]*+(?:[-*>]|[0-9]+[.)])?[ \t]*+```[ \t]*+|(?<!\S)```(?=\w))([^\s`]*+)[^\n`]*+\n(.*?)```",
     re.DOTALL | re.MULTILINE,
 )
-"""Of any language, so that the end of one is never taken for the beginning of another; at the beginning of a line, or
-within one if it says a language."""
+"""Blocks of any language, so that the end of one is never taken for the beginning of another. They begin at the start
+of a line, or within a line if they name a language."""
 _PYTHON = re.compile(r"py(thon)?[0-9.]*", re.IGNORECASE)
 
 
 def check_sandbox(sandbox: str = "bubblewrap", **_: Any) -> None:
-    """Raises `UserError` where programs cannot be run as asked."""
+    """Raises UserError if programs cannot be run as asked."""
     if sandbox not in ("bubblewrap", "limits"):
         raise UserError(f"reward.options: {{code: {{sandbox: {sandbox}}}}} is none: write bubblewrap or limits")
     if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
@@ -68,7 +68,7 @@ def compute_score(
     sandbox: Literal["bubblewrap", "limits"] = "bubblewrap",
     prompt_tail: str = "",
 ) -> dict[str, float]:
-    """1.0 if every test passes, else 0.0; the part `passed` is the share of those that do."""
+    """Returns 1.0 if every test passes, else 0.0; the part `passed` is the share of tests that pass."""
     check_sandbox(sandbox)
     truth = check_truth(ground_truth)
     program = last_program(continued(solution_str, prompt_tail, "```python", "```py", "```"))
@@ -76,6 +76,7 @@ def compute_score(
         return {"score": 0.0, "passed": 0.0}
     if "asserts" in truth:
         program += f"\n{truth['asserts']}\n"
+        # printed after the assertions: a program that exits before them cannot know it
         word = secrets.token_hex(16)
         tests = [(f"{word}\n", word)]
     else:
@@ -86,6 +87,7 @@ def compute_score(
         printed = run(program, given, "asserts" in truth, seconds=seconds, memory_mb=memory_mb, sandbox=sandbox)
         if printed is not None:
             lines = _lines(printed)
+            # a program may print before its assertions
             passed += (lines[-1:] if "asserts" in truth else lines) == _lines(expected)
         elif time.monotonic() - began >= seconds:
             break
@@ -93,15 +95,15 @@ def compute_score(
 
 
 def last_program(response: str) -> str | None:
-    """The last block of Python; where none is said to be, the last that does not say what it is."""
+    """Returns the last Python block; without one, the last block that names no language."""
     blocks = _BLOCK.findall(response.replace("\r\n", "\n"))
     python = [text for language, text in blocks if _PYTHON.fullmatch(language)]
     found = python or [text for language, text in blocks if not language]
-    return textwrap.dedent(found[-1]) if found else None  # in a list, they are indented
+    return textwrap.dedent(found[-1]) if found else None  # blocks within a list are indented
 
 
 def check_truth(ground_truth: Any) -> dict[str, Any]:
-    """Raises ValueError for what tests nothing."""
+    """Returns the tests of a ground truth; raises ValueError if there are none."""
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(truth, dict) and truth.get("fn_name"):
         raise ValueError(f"tests of a function (fn_name {truth['fn_name']}) have to be written as `asserts`")
@@ -118,8 +120,7 @@ def check_truth(ground_truth: Any) -> dict[str, Any]:
 
 
 def run(program: str, given: str, asserts: bool, *, seconds: float, memory_mb: int, sandbox: str) -> str | None:
-    """What a program prints; None if it fails, or does more than it may. One that asserts is given a word, which is
-    printed after it: a program that ends itself before its assertions cannot know what that would be."""
+    """Returns what a program prints; None if it fails, or exceeds its limits."""
     with tempfile.TemporaryDirectory(prefix="ratchet-code-") as name:
         folder = Path(name)
         (folder / "program.py").write_text(program)
@@ -173,7 +174,7 @@ if word:
 
 
 def _bubblewrap(folder: Path) -> list[str]:
-    """The system read-only, as far as Python needs it; of everything else, nothing."""
+    """Builds the bubblewrap command: the system read-only, as far as Python needs it, and nothing else."""
     needed = [
         "/usr",
         "/bin",
@@ -192,7 +193,7 @@ def _bubblewrap(folder: Path) -> list[str]:
         "--die-with-parent",
         "--new-session",
         *("--cap-drop", "ALL"),
-        *("--tmpfs", "/tmp"),  # before what may lie in it
+        *("--tmpfs", "/tmp"),  # before the paths that may lie in it
         *shown,
         *("--proc", "/proc"),
         *("--dev", "/dev"),
@@ -203,5 +204,5 @@ def _bubblewrap(folder: Path) -> list[str]:
 
 
 def _lines(text: str) -> Sequence[str]:
-    """Spaces at ends of lines, and empty lines at the end, make no difference."""
+    """Splits text into lines, ignoring spaces at their ends, and empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

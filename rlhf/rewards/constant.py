@@ -1,4 +1,4 @@
-"""A reward that says nothing: for control runs, whose solve rate must not rise."""
+"""A reward without information: for control runs, whose solve rate must not rise."""
 
 from typing import Any
 

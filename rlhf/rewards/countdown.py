@@ -1,4 +1,4 @@
-"""The Countdown reward: does the answer reach the target, using every given number exactly once?
+"""The Countdown reward: 1 if the answer reaches the target, using every given number exactly once.
 
 The last complete `<answer>...</answer>` of the response is read with this grammar:
 
@@ -9,8 +9,8 @@ The last complete `<answer>...</answer>` of the response is read with this gramm
     sign    := "+" | "-"
     integer := one or more of the digits 0-9
 
-ASCII white space may stand between tokens. Arithmetic is exact. Nothing is ever evaluated as code, and the
-length, the depth and the digits of an answer are bounded, so hostile text is refused at once.
+ASCII white space may stand between tokens. Arithmetic is exact. Nothing is ever evaluated as code, and the length, the
+depth and the digits of an answer are bounded, so hostile text is rejected immediately.
 """
 
 import json
@@ -41,7 +41,7 @@ _TOKEN = re.compile(r"[0-9]+|\S", re.ASCII)
 
 
 class Malformed(ValueError):
-    """The text is not an answer of the grammar, or exceeds its bounds."""
+    """The text does not match the grammar, or exceeds its bounds."""
 
 
 class ParsedAnswer(NamedTuple):
@@ -62,7 +62,7 @@ def compute_score(
     extra_info: Any = None,
     prompt_tail: str = "",
 ) -> dict[str, float]:
-    """Score one response; `ground_truth` is `{"target": int, "numbers": [int, ...]}` or its JSON text."""
+    """Scores one response; `ground_truth` is `{"target": int, "numbers": [int, ...]}` or its JSON text."""
     target, numbers = _problem(ground_truth)
     try:
         answer = parse(last_answer(continued(solution_str, prompt_tail, OPEN)))
@@ -72,7 +72,7 @@ def compute_score(
 
 
 def last_answer(text: str) -> str:
-    """The content of the last complete `<answer>...</answer>`."""
+    """Returns the content of the last complete `<answer>...</answer>`."""
     start = text.rfind(OPEN, 0, max(text.rfind(CLOSE), 0))
     if start < 0:
         raise Malformed("there is no complete answer")
@@ -81,14 +81,14 @@ def last_answer(text: str) -> str:
 
 
 def parse(text: str) -> ParsedAnswer:
-    """Parse the content of an answer; raises Malformed."""
+    """Parses the content of an answer; raises Malformed."""
     if len(text) > MAX_LENGTH:
         raise Malformed(f"longer than {MAX_LENGTH} characters")
     return _Parser(text).answer()
 
 
 def evaluate(answer: ParsedAnswer) -> Fraction:
-    """The exact value of a parsed expression; raises ZeroDivisionError."""
+    """Returns the exact value of a parsed expression; raises ZeroDivisionError."""
     stack: list[Fraction] = []
     for item in answer.postfix:
         if isinstance(item, int):
@@ -105,12 +105,13 @@ class _Parser:
     """Recursive descent: one method per rule of the grammar, each appending to `postfix`."""
 
     def __init__(self, text: str) -> None:
+        # reversed, so that the next token is at the end
         self.tokens = _TOKEN.findall(text)[::-1]
         self.postfix: list[int | str] = []
         self.depth = 0
 
     def take(self, choices: str) -> str:
-        """Consume the next token if it is one of `choices`, else return the empty string."""
+        """Consumes the next token if it is one of `choices`, else returns the empty string."""
         return self.tokens.pop() if self.tokens and self.tokens[-1] in choices else ""
 
     def answer(self) -> ParsedAnswer:

@@ -1,4 +1,4 @@
-"""Shaping: does the response consist of a thought and an answer, in their tags, once each? (arXiv 2501.12948)"""
+"""Shaping: 1 if the response consists of a thought and an answer, in their tags, once each (arXiv 2501.12948)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +14,9 @@ def compute_score(
     tags: Sequence[str] = ("think", "answer"),
     prompt_tail: str = "",
 ) -> float:
-    """1.0 if the response is ``<tag>...</tag>`` for each tag in turn and nothing else but white space, else 0.0. The
-    prompt may have opened the first one."""
+    """Returns 1.0 if the response is ``<tag>...</tag>`` for each tag in turn and otherwise only white space, else
+    0.0."""
+    # the prompt may have opened the first tag
     text = continued(solution_str, prompt_tail, f"<{tags[0]}>")
     rest = text.strip()
     for tag in tags:
@@ -30,5 +31,5 @@ def compute_score(
 
 
 def right_answer(ground_truth: Any, tags: Sequence[str] = ("think", "answer"), **_: Any) -> str:
-    """A response that gets 1.0, for the trial before a run."""
+    """Returns a response that gets 1.0, for the trial before a run."""
     return "".join(f"<{tag}>4</{tag}>" for tag in tags)

@@ -1,13 +1,13 @@
-"""Reward functions of three kinds, told apart by their parameters.
+"""Reward functions of three kinds, distinguished by their parameters.
 
 - ``compute_score(data_source, solution_str, ground_truth, extra_info=None)`` scores one response, as in verl;
 - ``compute_scores(group)`` scores the responses to a prompt together, a list of `Trajectory`;
 - ``f(completions, **columns)`` scores the responses to a prompt together, as in TRL: `columns` are `prompts`,
-  `completion_ids`, `data_source`, `ground_truth`, `extra_info` and the dataset's other columns, each as a list. Where
-  the dataset has prompts as messages, so are the completions.
+  `completion_ids`, `data_source`, `ground_truth`, `extra_info` and the dataset's other columns, each as a list. If the
+  dataset has prompts as messages, so are the completions.
 
-Each may be ``async``. The last two return a list with an entry for each response. An entry that is None does not judge
-its response; an exception is its failure.
+Each may be ``async``. The last two return a list with an entry for each response. None abstains from judging a
+response; an exception is its failure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BY_NAME = ("prompt", "prompt_tail", "turns", "metadata")
 """Passed to a function of one response that has a parameter of that name."""
 WRAPPED = ("solution_str", "ground_truth", "extra_info", "data_source")
-"""What a wrapper passes, in this order, to parameters whose names mean nothing."""
+"""Arguments that a wrapper passes, in this order, to parameters whose names mean nothing."""
 MEANINGS = {
     "solution_str": ("solution", "response", "completion", "answer", "output", "prediction", "generated", "text"),
     "ground_truth": ("truth", "label", "target", "reference", "gold", "expected", "correct", "answer", "solution"),
@@ -40,9 +40,9 @@ MEANINGS = {
     "data_source": ("source", "dataset"),
     "prompt": ("question", "query", "instruction", "problem"),
 }
-"""Parts of the names that other functions give to an argument, the likeliest first."""
+"""Parts of other functions' names for an argument, the most likely first."""
 NOT_PASSED = ("trainer_state", "log_extra", "log_metric")
-"""What TRL passes to a function in addition, and this program does not have."""
+"""Arguments that only TRL passes."""
 TAIL_CHARACTERS = 200
 """Length of `Trajectory.prompt_tail`."""
 LARGEST = (2 - 2**-23) * 2.0**127
@@ -54,11 +54,11 @@ class RewardFailed(RatchetError):
 
 
 class NotApplicable(RatchetError):
-    """The function gave None: it does not judge this response."""
+    """The function returned None: it does not judge this response."""
 
 
 class MissingColumn(UserError):
-    """The function needs a column that the dataset does not have."""
+    """The function needs a column that the dataset lacks."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Score:
     error: str | None = None
     """Why the score could not be computed; `score` is then 0."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Parts that cannot be kept, by name, with what the function gave for them."""
+    """Parts that cannot be kept, by name, with the values that the function returned."""
 
 
 Outcome = Score | RatchetError
@@ -81,11 +81,11 @@ FAILURES: dict[str, type[RatchetError]] = {
     "NotFinite": NotFinite,
     "UserError": UserError,
 }
-"""The kinds of errors in outcomes."""
+"""Kinds of errors in outcomes."""
 
 
 class Metadata(TypedDict):
-    """Where a response comes from. A value that is not known is None."""
+    """Origin of a response. An unknown value is None."""
 
     trajectory_id: str
     prompt_id: str
@@ -100,7 +100,7 @@ class Metadata(TypedDict):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A response and what a reward may know of it; the values of the dataset are as it has them."""
+    """A response, and everything that a reward may know about it; the dataset's values are unchanged."""
 
     data_source: str
     solution_str: str
@@ -112,10 +112,9 @@ class Trajectory:
     """Turns of the response, `[{role, content}]`; the role is policy or environment."""
     metadata: Metadata
     response_ids: list[int] | None = None
-    """Tokens of the response, which only functions of TRL's signature are given, as `completion_ids`."""
+    """Tokens of the response, passed only to functions of TRL's signature, as `completion_ids`."""
     prompt_tail: str = ""
-    """The end of the prompt as the chat template renders it, after which the response begins: it may open a tag
-    (`<think>`) that the response closes."""
+    """The end of the prompt as the chat template renders it: it may open a tag (`<think>`) that the response closes."""
 
 
 @dataclass(frozen=True)
@@ -133,22 +132,22 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
-        """Whether it may score many responses at the same time."""
+        """True if it may score many responses concurrently."""
         return inspect.iscoroutinefunction(self.function)
 
     @property
     def takes_group(self) -> bool:
-        """Whether it scores the trajectories of a prompt together, as `group`."""
+        """True if it scores the trajectories of a prompt together, as `group`."""
         return "group" in self._parameters and not self._is_trls
 
     @property
     def takes_several(self) -> bool:
-        """Whether it takes all responses to a prompt in one call."""
+        """True if it takes all responses to a prompt in one call."""
         return self._is_trls or self.takes_group
 
     @property
     def takes_ids(self) -> bool:
-        """Whether it takes the tokens of the responses."""
+        """True if it takes the tokens of the responses."""
         return self._is_trls and (self._takes_all or "completion_ids" in self._parameters)
 
     @property
@@ -156,11 +155,7 @@ class Reward:
         return "completions" in self._parameters
 
     def check(self) -> None:
-        """Check that the function takes its arguments and options.
-
-        Raises:
-            UserError: it does not.
-        """
+        """Raises UserError if the function does not take its arguments and options."""
         signature = inspect.signature(self.function)
         if self._is_trls:
             absent = [name for name in NOT_PASSED if name in self._parameters and name not in self.options]
@@ -200,7 +195,7 @@ class Reward:
 
     @property
     def _wrapper(self) -> str:
-        """How to wrap a function with another signature, so that each of its parameters gets what its name means."""
+        """An example of a wrapper for a function with another signature, matching its parameters by their names."""
         meanings, misspelt = _meanings(
             {name: parameter for name, parameter in self._parameters.items() if name not in self.options}
         )
@@ -229,10 +224,7 @@ class Reward:
         )
 
     def score(self, group: Sequence[Trajectory]) -> list[Outcome]:
-        """Score some responses in one call.
-
-        Args:
-            group: responses to a prompt; a single one for a function that takes no more.
+        """Scores some responses in one call.
 
         Returns:
             The outcome of each, in order. Parts of a score that are not finite numbers or do not fit into float32 are
@@ -247,7 +239,7 @@ class Reward:
         return self._outcomes(result, group)
 
     async def score_async(self, group: Sequence[Trajectory]) -> list[Outcome]:
-        """Score some responses in one call of an async function; see `score`."""
+        """Scores some responses in one call of an async function; see `score`."""
         try:
             result = await self.function(**self._arguments(group))  # type: ignore[misc]
         except Exception as error:
@@ -264,7 +256,7 @@ class Reward:
         return {**{name: getattr(trajectory, name) for name in names}, **self.options}
 
     def _columns(self, group: Sequence[Trajectory]) -> dict[str, Any]:
-        """The arguments of a function of TRL's signature, without those that it does not take."""
+        """Returns the arguments that a function of TRL's signature takes."""
         rows = [
             {
                 **(trajectory.extra_info if isinstance(trajectory.extra_info, dict) else {}),
@@ -324,30 +316,18 @@ class Reward:
 
 
 def continued(solution_str: str, prompt_tail: str, *openings: str) -> str:
-    """A response together with what the end of its prompt opens.
-
-    Args:
-        solution_str: text of the response.
-        prompt_tail: see `Trajectory.prompt_tail`.
-        openings: texts that may stand at the end of the prompt, such as `<think>`.
-
-    Returns:
-        The response, after the opening if the prompt ends with one of them.
-    """
+    """Returns a response together with the opening, such as `<think>`, that ends its prompt, if any."""
     end = prompt_tail.rstrip()
     opened = next((len(opening) for opening in openings if end.endswith(opening)), None)
     return solution_str if opened is None else prompt_tail[len(end) - opened :] + solution_str
 
 
 def _meanings(parameters: Mapping[str, inspect.Parameter]) -> tuple[dict[str, str], dict[str, str]]:
-    """What to pass to the parameters of a function whose names are its own.
-
-    Args:
-        parameters: the function's parameters, by name.
+    """Chooses what to pass to parameters with names of the function's own.
 
     Returns:
         An expression for each parameter, by name: the argument that the name means, else the next one that is left,
-        else the value of that name in `extra_info`. And the arguments whose names are misspelt, by the name that is.
+        else the value of that name in `extra_info`. And the misspelt arguments, by the parameter's name.
     """
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic}
@@ -376,12 +356,12 @@ def _meanings(parameters: Mapping[str, inspect.Parameter]) -> tuple[dict[str, st
 
 
 def is_failure(outcome: Outcome) -> bool:
-    """Whether a response should have a score and has none."""
+    """Returns True if a response should have a score, but has none."""
     return not isinstance(outcome, Score | NotApplicable)
 
 
 def place_of(group: Sequence[Trajectory]) -> str:
-    """Which responses an error is about."""
+    """Describes the responses that an error is about."""
     first = group[0]
     if len(group) == 1:
         return f"data_source {first.data_source}, response {first.solution_str[:60]!r}"
@@ -389,18 +369,18 @@ def place_of(group: Sequence[Trajectory]) -> str:
 
 
 def took_too_long(timeout_s: float, group: Sequence[Trajectory]) -> RewardFailed:
-    """The error of responses whose call took longer than `reward.timeout_s` for each of them."""
+    """Returns the error of responses whose call took longer than `reward.timeout_s` for each of them."""
     limit = f"reward.timeout_s {timeout_s:g} s" + (f" for each of {len(group)} responses" if len(group) > 1 else "")
     return RewardFailed(f"the reward took longer than {limit}, and was ended ({place_of(group)})")
 
 
 def _outcome(result: Any, trajectory: Trajectory) -> Outcome:
-    """The score in what a function returned for a response."""
+    """Reads the score in a function's result for a response."""
     parts: dict[str, float] = dict(result) if isinstance(result, dict) else {"score": result}
     source = trajectory.data_source
     try:
         total = float(parts.pop("score"))
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):  # the last is that of a tensor of several
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several values
         return UserError(f"the reward of a response ({source}) is {result!r}: return a number, or a dict with `score`")
     if not isfinite(total):
         return NotFinite(f"the reward of a response ({source}) is {total}")
@@ -416,7 +396,7 @@ def _outcome(result: Any, trajectory: Trajectory) -> Outcome:
 
 
 def _number(value: object) -> float | None:
-    """The value of a number, also of NumPy's and of a tensor without dimensions; None: it is something else."""
+    """Returns the value of a number, also of NumPy's and of a zero-dimensional tensor; None for anything else."""
     try:
         return float(value) if isinstance(value, SupportsFloat) else None
     except (TypeError, ValueError, OverflowError, RuntimeError):

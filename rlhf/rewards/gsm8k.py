@@ -1,7 +1,8 @@
-"""Grade-school maths (GSM8K, arXiv 2110.14168): is the final number the right one?
+"""Grade-school maths (GSM8K, arXiv 2110.14168): 1 if the final number is right.
 
-`strict` reads the number after the last ``####``, as the dataset's own solutions end; `flexible` the last number there
-is. Thousands separators, ``$``, ``%``, a trailing ``.00`` and the like make no difference; values are compared exactly.
+`strict` reads the number after the last ``####``, as the dataset's own solutions end; `flexible` the last number of
+all. Thousands separators, ``$``, ``%``, a trailing ``.00`` and the like make no difference; values are compared
+exactly.
 """
 
 import re
@@ -11,17 +12,17 @@ from typing import Any, Literal
 from ratchet.rlhf.rewards.functions import continued
 
 TAIL = 2_000
-"""Characters of the response that are read, from its end."""
+"""Length of the end of the response that is read, in characters."""
 
 _MINUS = r"[-+\u2212]"
-# at the number, and not a dash between words, nor that of 5-3; or, after what a value follows, with a space between
+# at the number, and not a dash between words, nor that of 5-3; or, after a character that precedes values, with a space
 _SIGN = rf"(?:(?<![A-Za-z0-9+\-\u2212]){_MINUS}|(?<=[=({{:*#$][ \t]){_MINUS}[ \t]|(?<=[=({{:*#$]){_MINUS}[ \t])?"
 NUMBER = re.compile(
     rf"{_SIGN}(?:\$\s?{_SIGN})?(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|{_SIGN}\$?\.[0-9]+",
     re.ASCII,
 )
 _SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[!,;: ])(?=[0-9]{3})")
-"""Of thousands, as LaTeX has them."""
+"""Thousands separators in LaTeX."""
 _STRICT = re.compile(r"####[ \t]*(?:[*\\({\[ \t]|boxed)*(" + NUMBER.pattern + ")", re.ASCII)
 
 
@@ -33,7 +34,7 @@ def compute_score(
     method: Literal["strict", "flexible"] = "flexible",
     prompt_tail: str = "",
 ) -> dict[str, float]:
-    """1.0 or 0.0; the part `format` says whether the answer stands after ``####``."""
+    """Returns 1.0 or 0.0; the part `format` is 1.0 if the answer follows ``####``."""
     truth = check_truth(ground_truth)
     text = _SEPARATOR.sub(",", continued(solution_str, prompt_tail, "####")[-TAIL:])
     strict = _STRICT.findall(text)
@@ -43,7 +44,7 @@ def compute_score(
 
 
 def check_truth(ground_truth: Any) -> Decimal:
-    """The value of a ground truth; raises ValueError for one that no response can have."""
+    """Returns the value of a ground truth; raises ValueError for one that no response can match."""
     truth = _value(str(ground_truth).rpartition("####")[2])
     if truth is None:
         raise ValueError(f"the ground truth {ground_truth!r} is not a number")
@@ -51,7 +52,7 @@ def check_truth(ground_truth: Any) -> Decimal:
 
 
 def right_answer(ground_truth: Any, **_: Any) -> str:
-    """A response that gets 1.0, for the trial before a run."""
+    """Returns a response that gets 1.0, for the trial before a run."""
     return f"#### {check_truth(ground_truth)}"
 
 

@@ -1,6 +1,6 @@
 """A language model as a judge: it scores responses by a rubric, compares them in pairs, or ranks those to a prompt.
 
-The responses are material in the judge's prompt. Each is between marks with a digest of all the material, which no
+The responses are quoted in the judge's prompt. Each is between marks with a digest of all the material, which no
 response can contain. The judge may still believe what a response says.
 """
 
@@ -42,14 +42,12 @@ RANKING_FORM = '{"scores": [{"answer": 1, "reason": "one sentence", "score": 0.0
 async def compute_scores(
     group: Sequence[Trajectory], chat: ChatClient, mode: Literal["rubric", "pairwise", "ranking"], rubric: str
 ) -> list[float] | list[float | BaseException]:
-    """Score the responses to a prompt.
+    """Scores the responses to a prompt.
 
     Args:
-        group: the responses.
-        chat: the judge.
-        mode: rubric: each by itself, from 0 to 1; pairwise: the share of comparisons that it wins, where each pair is
+        mode: rubric: each separately, from 0 to 1; pairwise: the share of comparisons that it wins, where each pair is
             compared in both orders and a tie is half a win; ranking: all in one question, from 0 to 1.
-        rubric: what a good answer is.
+        rubric: the description of a good answer.
     """
     if mode == "rubric":
         questions = [chat.ask(_messages(RUBRIC, RUBRIC_FORM, rubric, {"answer": one}), _score) for one in group]
@@ -71,18 +69,18 @@ async def compute_scores(
 
 
 async def compare(first: Trajectory, second: Trajectory, chat: ChatClient, rubric: str) -> float:
-    """Compare two responses to a prompt in both orders; returns the share that the first wins, a tie being half."""
+    """Compares two responses to a prompt in both orders; returns the share that the first wins, a tie being half."""
     as_first, as_second = await _all((_compare(first, second, chat, rubric), _compare(second, first, chat, rubric)))
     return (as_first + 1 - as_second) / 2
 
 
 async def _compare(first: Trajectory, second: Trajectory, chat: ChatClient, rubric: str) -> float:
-    """What the first of two responses gets, in this order."""
+    """Returns the first response's share of a comparison in this order."""
     return await chat.ask(_messages(PAIRWISE, PAIRWISE_FORM, rubric, {"answer A": first, "answer B": second}), _share)
 
 
 async def _all(questions: Iterable[Coroutine[Any, Any, float]]) -> list[float]:
-    """All answers. If there is none to a question, the others are awaited, too, so that they are kept."""
+    """Awaits all answers; raises the first error only after the others have arrived, so that they are kept."""
     answers: list[float] = []
     for result in await asyncio.gather(*questions, return_exceptions=True):
         if isinstance(result, BaseException):
@@ -127,7 +125,7 @@ def _score(value: object) -> float:
 
 
 def _share(value: object) -> float:
-    """What the first of two answers gets."""
+    """Returns the share of the first of two answers."""
     better = value.get("better") if isinstance(value, dict) else None
     if better not in ("A", "B", "tie"):
         raise ValueError(f"better is {better!r:.60}, which is not A, B or tie")
@@ -139,6 +137,7 @@ def _scores(value: object, count: int) -> list[float]:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError("there is no list of scores")
     answers = [entry.get("answer") for entry in entries]
+    # by `repr`, because a judge may name answers by anything
     if sorted(map(repr, answers)) != sorted(map(repr, range(1, count + 1))):
         raise ValueError(f"there are scores of the answers {answers!r:.100}, not of 1 to {count}")
     scores = {entry["answer"]: _score(entry) for entry in entries}

@@ -1,5 +1,4 @@
-"""Shaping: a penalty for responses that are longer than wanted, in characters (`algorithm.overlong_penalty` counts
-tokens)."""
+"""Shaping: a penalty for too long responses, in characters (`algorithm.overlong_penalty` counts tokens)."""
 
 from typing import Any
 
@@ -12,5 +11,5 @@ def compute_score(
     wanted_characters: int = 2_000,
     buffer_characters: int = 1_000,
 ) -> float:
-    """0.0 up to `wanted_characters`, then down by a straight line to -1.0 at `buffer_characters` more."""
+    """Returns 0.0 up to `wanted_characters`, then falls linearly to -1.0 at `buffer_characters` more."""
     return -min(max(len(solution_str) - wanted_characters, 0) / buffer_characters, 1.0)

@@ -1,8 +1,8 @@
 """Mathematics in LaTeX, compared by the math-verify library (extra `math`): ``\\frac12`` is ``0.5``.
 
 The last ``\\boxed{...}`` is read, or else the LaTeX that math-verify finds, or else the last number. It is parsed as
-LaTeX alone: math-verify's own way with plain expressions would evaluate them as Python. What could make a computer
-algebra system work for ever (towers of powers, factorials, endless digits) is refused before it gets there: 0.0, unless
+LaTeX alone: math-verify's own way with plain expressions would evaluate them as Python. Input that could keep a
+computer algebra system busy forever (towers of powers, factorials, endless digits) is refused beforehand: 0.0, unless
 it is the text of the ground truth.
 """
 
@@ -14,22 +14,22 @@ from ratchet.rlhf.rewards.functions import continued
 from ratchet.rlhf.rewards.gsm8k import NUMBER
 
 TAIL = 1_000
-"""Characters of the response that are read, from its end."""
+"""Length of the end of the response that is read, in characters."""
 SECONDS = 3
-"""For reading, and for comparing."""
+"""Time limit for parsing, and for comparing."""
 
 MAX_DIGITS = 30
 MAX_DEPTH = 32
 MAX_BITS = 2.0**20
-"""Of the largest number that an answer may come to: a moment's work."""
+"""Bits of the largest number that an answer may evaluate to: a moment's work."""
 
 _TOKEN = re.compile(r"[0-9]+|\\[a-zA-Z]+|\\.|\*\*|\S", re.DOTALL)
 _BAR = re.compile(r"\\(left|right|[lrm]?[vV]ert|[lr](floor|ceil|brace|angle)|mid|quad|qquad)$")
-"""Commands that are no terms, but stand beside them."""
+"""Commands that are not terms, but stand beside them."""
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _BOXED = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _UNBRACED = re.compile(rf"{NUMBER.pattern}|\\[a-zA-Z]+(?:\{{[^{{}}]*\}})*", re.ASCII)
-"""What stands in a box without braces, outside of a formula; within one, it is the rest of the formula."""
+"""Content of a box without braces, outside of a formula; within one, it is the rest of the formula."""
 _FORMULA = re.compile(r"(?:\\(?![)\]]).|[^\\$\n])*")
 _SPACING = re.compile(r"\\[,;:! ]|[\s$]")
 
@@ -37,7 +37,7 @@ _SPACING = re.compile(r"\\[,;:! ]|[\s$]")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, prompt_tail: str = ""
 ) -> float:
-    """1.0 or 0.0."""
+    """Returns 1.0 or 0.0."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     latex, wanted = [LatexExtractionConfig()], check_truth(ground_truth)
@@ -60,7 +60,7 @@ def compute_score(
 
 
 def check_truth(ground_truth: Any) -> str:
-    """The answer in a ground truth: its box, or all of it. Raises ValueError for one that no response can have."""
+    """Returns the answer in a ground truth: its box, or all of it. Raises ValueError if no response can match it."""
     wanted = boxed(str(ground_truth)) or str(ground_truth)
     if not _plain(wanted):
         raise ValueError(f"the ground truth {ground_truth!r} has no answer")
@@ -68,19 +68,19 @@ def check_truth(ground_truth: Any) -> str:
 
 
 def right_answer(ground_truth: Any, **_: Any) -> str:
-    """A response that gets 1.0, for the trial before a run."""
+    """Returns a response that gets 1.0, for the trial before a run."""
     wanted = check_truth(ground_truth)
     return wanted if wanted.startswith("\\boxed") else f"\\boxed{{{wanted.strip().strip('$')}}}"
 
 
 def _plain(latex: str) -> str:
-    """What is in a box or a formula, without spaces."""
+    """Returns the content of a box or a formula, without spaces."""
     inside = latex[len("\\boxed{") : -1] if latex.startswith("\\boxed{") else latex
     return _SPACING.sub("", inside).rstrip(".")
 
 
 def boxed(text: str) -> str | None:
-    """The last ``\\boxed{...}``, whole, if it is complete; ``\\boxed 4`` and ``\\fbox{4}`` are ``\\boxed{4}``."""
+    """Returns the last complete ``\\boxed{...}``; ``\\boxed 4`` and ``\\fbox{4}`` are read as ``\\boxed{4}``."""
     for box in reversed(list(_BOXED.finditer(text))):
         if text[box.end() : box.end() + 1] == "{":
             depth = 0
@@ -95,7 +95,7 @@ def boxed(text: str) -> str | None:
 
 
 def _unbraced(before: str, after: str) -> str:
-    """What stands in a box without braces between two texts."""
+    """Returns the content of a box without braces between two texts."""
     is_formula = len(_DOLLAR.findall(before)) % 2 == 1 or any(
         before.rfind(opening) > before.rfind(closing) for opening, closing in (("\\(", "\\)"), ("\\[", "\\]"))
     )
@@ -104,9 +104,8 @@ def _unbraced(before: str, after: str) -> str:
 
 
 def bits(latex: str) -> float:
-    """About log2 of the largest number that computing an expression comes by, and no less where powers, roots,
-    factorials and binomials are written as they usually are; infinite for one that is nested too deeply or has too many
-    digits.
+    """Returns about log2 of the largest number in the evaluation of an expression, and no less where powers, roots,
+    factorials and binomials are written as usual; infinite for too deep nesting or too many digits.
 
     A sum or a product has no more bits than its parts together; :math:`a^b` has those of a, :math:`2^{bits(b)}` times.
     """
@@ -119,8 +118,8 @@ def bits(latex: str) -> float:
 
 
 def _bits(tokens: list[str], depth: int) -> float:
-    """Of what comes up to a closing bracket, which is taken, too."""
-    before, last = 0.0, 0.0  # the last is what a power or a factorial is of; after a bar or a space, everything is
+    """Returns the bits of the tokens up to a closing bracket, which is consumed."""
+    before, last = 0.0, 0.0  # `last` is the base of a power or a factorial; after a bar or a space, that is everything
     while tokens:
         token = tokens.pop()
         if token in ("}", ")", "]"):
@@ -129,7 +128,7 @@ def _bits(tokens: list[str], depth: int) -> float:
             last = _power(last or before, _operand(tokens, depth))
         elif token == "!":
             last = _power(last or before, last or before)
-        elif token in ("{", "["):  # an argument of what comes before
+        elif token in ("{", "["):  # an argument of the command before
             last += _group(tokens, depth)
         else:
             before, last = before + last, _group(tokens, depth) if token == "(" else _term(token, tokens, depth)
@@ -137,7 +136,7 @@ def _bits(tokens: list[str], depth: int) -> float:
 
 
 def _term(token: str, tokens: list[str], depth: int) -> float:
-    if token == "\\sqrt" and tokens and tokens[-1] == "[":  # a power of one over the index
+    if token == "\\sqrt" and tokens and tokens[-1] == "[":  # a power of 1 / index
         tokens.pop()
         index = _group(tokens, depth)
         return _power(_operand(tokens, depth), index)
@@ -151,7 +150,7 @@ def _term(token: str, tokens: list[str], depth: int) -> float:
 
 
 def _operand(tokens: list[str], depth: int) -> float:
-    """The next term or group, signs and spaces before it, what belongs to it, and its powers."""
+    """Returns the bits of the next term or group, with signs and spaces before it, its arguments, and its powers."""
     found = 0.0
     while tokens and found == 0.0 and tokens[-1] not in ("}", ")", "]"):
         token = tokens.pop()
@@ -166,7 +165,7 @@ def _operand(tokens: list[str], depth: int) -> float:
 
 
 def _argument(tokens: list[str], depth: int) -> float:
-    """The first argument of a command, without what follows it."""
+    """Returns the bits of a command's first argument."""
     if tokens[-1:] != ["{"]:
         return _operand(tokens, depth)
     tokens.pop()

@@ -1,12 +1,12 @@
-"""Compute rewards in child processes, so that a reward that hangs, dies or forks only costs the rows of its own call.
+"""Computes rewards in child processes, so that a reward that hangs, dies or forks only costs the rows of its own call.
 
-Each child runs in its own session. It is given requests, each of which names functions and holds the trajectories of
-one call, and tells which it has begun and what became of them. The pipe carries JSON.
+Each child runs in its own session. It receives requests, each of which names functions and holds the trajectories of
+one call, and reports which it has started and their outcomes. The pipe carries JSON.
 
 Plain functions are called in order, by all children. A child that does not answer in time is killed with all the
-processes that it started, and a new child continues with the next request. Async functions are called at the same time,
-by a single child, so that the number of calls is bounded. If that child has to be killed, the requests that it was at
-are repeated one by one, which shows which of them it was.
+processes that it started, and a new child continues with the next request. Async functions are called concurrently, by
+a single child, so that the number of calls is bounded. If that child has to be killed, its running requests are
+repeated one by one, to find the culprit.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 START_S = 300.0
 """Time limit of starting a child, including the imports of the reward."""
 WORTH_S = 0.5
-"""About the time that a child takes to start: less work is done by a single child."""
+"""Approximate time to start a child: less work is done by a single child."""
 BLOCKED_S = 5.0
-"""Seconds beyond `reward.timeout_s` after which a child whose async functions give no sign of life is killed."""
+"""Seconds beyond `reward.timeout_s` after which a child with async functions is killed if it sends no sign of life."""
 KEEPERS = 16
 """Threads that read and keep answers."""
 
@@ -68,15 +68,15 @@ class AnswerStore(Protocol):
     """Answers of a judge, by the digest of the question. Used by several threads."""
 
     def get(self, digest: str) -> str | None:
-        """The answer to a question; None if there is none."""
+        """Returns the answer to a question; None if there is none."""
 
     def keep(self, digest: str, answer: str) -> str:
-        """Keep the answer to a question, unless there is one; returns the one that is kept."""
+        """Keeps the answer to a question unless there is one; returns the one that is kept."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a function is called."""
+    """Calling convention of a function."""
 
     is_async: bool
     takes_several: bool
@@ -86,23 +86,23 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Request:
-    """A call of each of some functions, given by their indices."""
+    """One call of each of some functions, given by their indices."""
 
     rewards: Sequence[int]
     rows: Sequence[int]
     """Indices of the trajectories in `group`."""
     group: Sequence[Trajectory]
     takes_ids: bool
-    """Whether a function takes the tokens of the trajectories, which are many."""
+    """True if a function takes the trajectories' tokens, which are large."""
 
     def as_json(self) -> dict[str, Any]:
-        """The request for the child."""
+        """Returns the request for the child."""
         left_out = {} if self.takes_ids else {"response_ids": None}
         return {"rewards": self.rewards, "group": [vars(trajectory) | left_out for trajectory in self.group]}
 
 
 Outcomes = Sequence[Sequence[Outcome]]
-"""Of a request: for each function, an outcome for each trajectory."""
+"""Outcomes of a request: for each function, one per trajectory."""
 
 
 class RewardPool:
@@ -119,16 +119,15 @@ class RewardPool:
         answers: AnswerStore | None = None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Children start when they are first needed.
+        """Prepares the children, which start when first needed.
 
         Args:
             functions: weights of the reward functions, by name. With several, the score is the weighted sum, and the
                 score of each function is a part with the function's name.
             options: keyword arguments of the functions, by name.
-            workers: number of child processes.
-            timeout_s: time limit of one response, in seconds; of a request to the judge.
-            concurrency: largest number of calls of async functions, and of questions to the judge, at the same time.
-            answers: where the judge's answers are kept; None: nowhere.
+            timeout_s: time limit of one response, in seconds; for the judge, of a request.
+            concurrency: maximum number of concurrent calls of async functions, and of questions to the judge.
+            answers: stores the judge's answers; None: they are not stored.
             note: called once for each part of a score that is left out.
         """
         self.functions = dict(functions)
@@ -142,29 +141,15 @@ class RewardPool:
         }
         self._children = [_Child(task, timeout_s, answers) for _ in range(workers)]
         self._row_s = 0.0
-        """Seconds that the plain functions took for a row in the last call."""
+        """Seconds per row that the plain functions took in the last call."""
 
     @property
     def takes_groups(self) -> bool:
-        """Whether a function scores the trajectories of a prompt together, as `group`.
-
-        Raises:
-            RewardFailed: a child could not start.
-        """
+        """True if a function scores the trajectories of a prompt together, as `group`."""
         return any(kind.takes_group for kind in self._children[0].kinds())
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score | RatchetError]:
-        """Score some responses.
-
-        Args:
-            trajectories: the responses. Those with the same `prompt_id` are a group.
-
-        Returns:
-            For each response, in order, its score, or the error that prevented it.
-
-        Raises:
-            RewardFailed: a child could not start, for example because the reward cannot be imported.
-        """
+        """Scores some responses, of which those with the same `prompt_id` are a group. Raises RewardFailed."""
         if not trajectories:
             return []
         kinds = self._children[0].kinds()
@@ -181,6 +166,7 @@ class RewardPool:
         if plain:
             started = time.monotonic()
             requests = _requests(trajectories, kinds, plain, together=True)
+            # a single child does a little work before several have started
             is_slow = self._row_s * len(trajectories) > WORTH_S
             used = max(1, min(len(self._children), len(requests))) if is_slow else 1
             shares = [requests[index::used] for index in range(used)]
@@ -192,11 +178,12 @@ class RewardPool:
         if len(plain) < len(kinds):
             concurrent = [index for index, kind in enumerate(kinds) if kind.is_async]
             requests = _requests(trajectories, kinds, concurrent, together=False)
+            # by a single child, so that the number of calls is bounded
             note(requests, self._children[0].score(requests, True))
         return [self._combined(row) for row in outcomes]
 
     def _combined(self, outcomes: Mapping[int, Outcome]) -> Score | RatchetError:
-        """The outcome of a response from those of its functions."""
+        """Combines the outcomes of a response's functions."""
         given = [(name, weight, outcomes[index]) for index, (name, weight) in enumerate(self.functions.items())]
         for _, _, outcome in given:
             if is_failure(outcome):
@@ -219,7 +206,7 @@ class RewardPool:
         return Score(sum(weight * score.score for _, weight, score in scores), parts)
 
     def close(self) -> None:
-        """End the child processes; a later `score` starts new ones."""
+        """Ends the child processes; a later `score` starts new ones."""
         for child in self._children:
             child.end()
 
@@ -227,7 +214,7 @@ class RewardPool:
 def _requests(
     trajectories: Sequence[Trajectory], kinds: Sequence[_Kind], rewards: Sequence[int], *, together: bool
 ) -> list[_Request]:
-    """A request for each response, of the functions that take one (`together`: of all; or of each), and for each group
+    """Makes a request for each response and function that takes one (`together`: for all of them), and for each group
     and function that takes several."""
     single = [index for index in rewards if not kinds[index].takes_several]
     batches = [single] if single and together else [[index] for index in single]
@@ -253,17 +240,17 @@ ANSWERS = (
     ("a long answer", " ".join(_RANDOM.choices(("so", "the", "answer", "is", "12", "+", "3.5", "=", "not"), k=4096))),
     ("a random answer", "".join(_RANDOM.choices(f"{string.printable}é漢😀", k=256))),
 )
-"""What a policy may write, which is the same at each start."""
+"""Possible answers of a policy, the same at each start."""
 
 
 class TrialAnswer(NamedTuple):
-    """An answer after a prompt, as the tokenizer and the chat template of the policy make it."""
+    """An answer after a prompt, as the policy's tokenizer and chat template make it."""
 
     prompt_tail: str
     """See `Trajectory.prompt_tail`."""
     ids: list[int]
     text: str
-    """What is read of the tokens."""
+    """The text decoded from the tokens."""
 
 
 def try_rewards(
@@ -272,31 +259,27 @@ def try_rewards(
     write: Callable[[Prompt, str], TrialAnswer],
     note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Score answers to each prompt, before anything is generated.
+    """Scores answers to each prompt, before anything is generated.
 
-    The first is the ground truth, or "0" if that is not a text. A function of the user's is also given what a policy
-    may write: for the first prompt of each data source an empty, a long and a random answer. No reward should fail on
-    any. A function that takes groups is given each answer twice. Built-ins also get a right answer to the first prompt
-    of each data source.
+    The first is the ground truth, or "0" if that is not a text. A user's function also gets possible answers of a
+    policy: for the first prompt of each data source an empty, a long and a random answer. No reward should fail on any.
+    A function that takes groups gets each answer twice. Built-ins also get a right answer to the first prompt of each
+    data source.
 
     Args:
-        reward: the reward section of the config.
-        prompts: a few prompts, such as the first of each file.
         write: makes an answer as the policy would write it.
         note: called for each built-in that does not give 1 to a right answer.
 
     Yields:
-        One line for each prompt whose answers cannot be scored, with the file, the row and the first failure; and only
-        one for all prompts for which a function of the user's fails by the same error.
-
-    Raises:
-        RewardFailed: the reward process could not start.
+        One line for each prompt whose answers cannot be scored, with the file, the row and the first failure; a user's
+        function that fails with the same error for all prompts gets only one.
     """
     if not reward.functions or not prompts:
         return
     options = dict(reward.arguments)
     if JUDGE in options:
-        options[JUDGE] = {**options[JUDGE], "retries": min(options[JUDGE]["retries"], 1)}  # a user waits for it
+        # the user is waiting for the start
+        options[JUDGE] = {**options[JUDGE], "retries": min(options[JUDGE]["retries"], 1)}
     pool = RewardPool(reward.functions, options, workers=1, timeout_s=reward.timeout_s, concurrency=reward.concurrency)
     try:
         samples = 2 if pool.takes_groups else 1
@@ -347,19 +330,7 @@ def try_rewards(
 def compare_columns(
     reward: RewardConfig, prompts: Sequence[Prompt], write: Callable[[Prompt, str], TrialAnswer]
 ) -> Iterator[str]:
-    """Score the solutions of rows that also have an answer as their truth, before anything is generated.
-
-    Args:
-        reward: the reward section of the config.
-        prompts: a few prompts, such as the first of each file.
-        write: gives the tokens of an answer to a prompt.
-
-    Yields:
-        One line for each solution that a built-in reward, which compares with the answer, gives 0.
-
-    Raises:
-        RewardFailed: the reward process could not start.
-    """
+    """Yields one line for each row's solution to which a built-in, which compares with the answer, gives 0."""
     names = {name: 1.0 for name in reward.functions if name in COMPARING and name != "code"}
     worked = [
         (prompt, solution)
@@ -403,7 +374,7 @@ def _remedy(reward: RewardConfig) -> str:
 def _trial(
     prompt_id: str, sample: int, prompt: Prompt, text: str | None, write: Callable[[Prompt, str], TrialAnswer]
 ) -> Trajectory:
-    """A trajectory with an answer; None: the ground truth."""
+    """Builds a trajectory with an answer; None: the ground truth."""
     truth, extra = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
     answer = text if text is not None else truth if isinstance(truth, str) else "0"
     written = write(prompt, answer)
@@ -431,8 +402,7 @@ def _trial(
 def _right_answers(
     reward: RewardConfig, prompt: Prompt, write: Callable[[Prompt, str], TrialAnswer]
 ) -> Iterator[tuple[str, str]]:
-    """The built-ins that can tell a right answer to a prompt, each with one: what the prompt has begun is left out, and
-    the rest is as it is read of its tokens."""
+    """Yields the built-ins that can tell a right answer to a prompt, each with one."""
     truth, _ = structures(prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
     for name in reward.functions:
         built_in = auto.reward_of(prompt.data_source, prompt.style) if name == "auto" else name
@@ -440,12 +410,13 @@ def _right_answers(
             continue
         text = import_module(f"ratchet.rlhf.rewards.{built_in}").right_answer(truth, **reward.options.get(name, {}))
         end = write(prompt, "").prompt_tail.rstrip()
+        # what the end of the prompt already opens is left out of the answer, whose rest is decoded from its tokens
         begun = next((length for length in range(len(text), 1, -1) if end.endswith(text[:length])), 0)
         yield name, write(prompt, text[begun:]).text
 
 
 def _share(score: Score, name: str, reward: RewardConfig) -> float:
-    """The score of one function."""
+    """Returns the score of one function."""
     return score.parts[name] if len(reward.functions) > 1 else score.score / reward.functions[name]
 
 
@@ -473,10 +444,10 @@ class _Child:
         self._keepers = ThreadPoolExecutor(KEEPERS)
         self._sending = threading.Lock()
         self._store_error: Exception | None = None
-        """Why answers could not be read or kept; raised when the child has ended because of it."""
+        """Error in reading or keeping answers; raised once the child has ended because of it."""
 
     def kinds(self) -> list[_Kind]:
-        """How each function is called."""
+        """Returns the calling convention of each function."""
         if not self._kinds:
             with self.turn:
                 if self.process is None:
@@ -484,7 +455,7 @@ class _Child:
         return self._kinds
 
     def score(self, requests: Sequence[_Request], concurrently: bool) -> list[Outcomes]:
-        """The outcomes of some requests, in order."""
+        """Returns the outcomes of some requests, in order."""
         results: dict[int, Outcomes] = {}
         batches = deque([list(range(len(requests)))])
         ended_idle = 0
@@ -494,11 +465,14 @@ class _Child:
                 begun, cause = self._run(batch, concurrently, results)
                 suspects = [number for number in begun if number not in results]
                 rest = [number for number in batch if number not in begun]
+                # the only one that was running when the child ended
                 if len(suspects) == 1:
                     results[suspects[0]] = self._lost(requests[suspects[0]], cause, concurrently)
                 else:
+                    # one by one, so that only the request that ends the child is lost
                     batches.extend([number] for number in suspects)
                 if rest:
+                    # a child that ends twice before it starts any request is itself broken
                     ended_idle = 0 if begun else ended_idle + 1
                     if ended_idle > 1:
                         raise RewardFailed(cause or "the reward's process does not answer")
@@ -508,11 +482,11 @@ class _Child:
     def _run(
         self, requests: Mapping[int, _Request], concurrently: bool, results: dict[int, Outcomes]
     ) -> tuple[set[int], str | None]:
-        """Ask for some requests, and enter their outcomes in `results`.
+        """Sends some requests, and enters their outcomes in `results`.
 
         Returns:
-            The requests that the child has begun, and how it ended if that was before the last one was done: None means
-            that it was killed because it did not answer in time.
+            The requests that the child has started, and how it ended if that was before the last one was done; None: it
+            was killed because it did not answer in time.
         """
         numbers = list(requests)
         self._ask({"requests": [request.as_json() for request in requests.values()], "concurrently": concurrently})
@@ -537,7 +511,7 @@ class _Child:
         return begun, None
 
     def _lost(self, request: _Request, cause: str | None, concurrently: bool) -> Outcomes:
-        """The outcomes of a request at which the child ended."""
+        """Returns the outcomes of a request during which the child ended."""
         if cause is None and not concurrently:
             error = took_too_long(self.timeout_s, request.group)
         else:
@@ -549,7 +523,7 @@ class _Child:
         return [[error] * len(request.group)] * len(request.rewards)
 
     def _reply(self, process: subprocess.Popen[bytes], pipe: Connection, message: Mapping[str, Any]) -> None:
-        """Read or keep an answer for the child."""
+        """Reads or keeps an answer for the child."""
         try:
             if self._answers is None:
                 answer = message.get("answer")
@@ -557,7 +531,7 @@ class _Child:
                 answer = self._answers.get(message["get"])
             else:
                 answer = self._answers.keep(message["keep"], message["answer"])
-        except Exception as error:  # the store's, not the reward's
+        except Exception as error:  # an error of the store, not of the reward
             self._store_error = error
             process.kill()
             return
@@ -578,7 +552,7 @@ class _Child:
             pipe.send_bytes(json.dumps(message).encode())
 
     def _receive(self, timeout_s: float) -> dict[str, Any] | str | None:
-        """The child's next message, or how it ended; None: it was killed because there was no message in time."""
+        """Returns the child's next message, or how it ended; None: killed, because there was no message in time."""
         assert self.process is not None, "it was started"
         try:
             if self.pipe.poll(timeout_s):
@@ -610,6 +584,7 @@ class _Child:
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            # the child can import what this process can
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         child_end.close()

@@ -20,17 +20,11 @@ if TYPE_CHECKING:
 
 
 def load_reward(name: str) -> RewardFunction:
-    """Load a reward function.
+    """Loads a reward function; raises UserError if there is none, or its module cannot be imported.
 
     Args:
         name: a built-in, ``package.module:function`` or ``folder/file.py:function``. A built-in or a file alone means
             its `compute_score`, or else its `compute_scores`.
-
-    Returns:
-        The function.
-
-    Raises:
-        UserError: there is no such function, or its module cannot be imported.
     """
     function: RewardFunction = load_named(
         name, KEY, "ratchet.rlhf.rewards", ("compute_score", "compute_scores"), BUILT_IN
@@ -39,15 +33,14 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def check_rewards(config: RewardConfig, greedy: str | None = None) -> None:
-    """Check the reward functions before any response is generated.
+    """Checks the reward functions before any response is generated.
 
     Args:
-        config: the reward section of the config.
-        greedy: the advantage estimator that needs scores of greedy answers, each of which is alone; None: none does.
+        greedy: the advantage estimator that needs scores of greedy answers, each without a group; None: none does.
 
     Raises:
         UserError: a function does not accept its arguments or options, has no Python source, runs programs without
-            `reward.allow_code`, or takes groups where an answer is alone; or the judge's key is not there.
+            `reward.allow_code`, or takes groups where an answer has none; or the judge's key is missing.
     """
     from pydantic import TypeAdapter, ValidationError  # imported here: the reward processes do not need pydantic
 
@@ -92,11 +85,9 @@ def _check_key(judge: JudgeConfig) -> None:
 
 
 def can_be_right(names: Collection[str], prompt: Prompt) -> bool:
-    """Whether a response to a prompt can be right, as far as the form of the ground truth tells.
+    """Returns True if a response to a prompt can be right, judging by the form of its ground truth.
 
-    Args:
-        names: functions in `reward.function`; only built-ins that compare look at the truth.
-        prompt: the prompt, with its ground truth.
+    Only built-ins that compare look at the truth.
     """
     from ratchet.rlhf.data.prompts import structures  # imported here: the reward processes do not need it
 
@@ -112,17 +103,11 @@ def can_be_right(names: Collection[str], prompt: Prompt) -> bool:
 
 
 def reward_digest(names: Collection[str]) -> str:
-    """Compute a digest of the sources of the reward modules: changed code is a different reward.
+    """Computes a digest of the sources of the reward modules: changed code is a different reward.
 
     Args:
-        names: functions in `reward.function`, in any order. With ``auto``, the sources of all built-ins are included
-            but that of ``judge``, which it never chooses.
-
-    Returns:
-        The sha256 in hex.
-
-    Raises:
-        UserError: a function cannot be loaded, or has no Python source.
+        names: functions in `reward.function`, in any order. ``auto`` includes the sources of all built-ins except
+            ``judge``, which it never chooses.
     """
     sources = [_source(name) for name in sorted(names)]
     if "auto" in names:

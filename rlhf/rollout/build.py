@@ -1,4 +1,4 @@
-"""Builds rollout engines from the config; the packages that an engine needs are imported when it is built."""
+"""Builds rollout engines from the config, importing an engine's packages only when it is built."""
 
 from __future__ import annotations
 
@@ -23,15 +23,9 @@ if TYPE_CHECKING:
 
 
 def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: RolloutTeam) -> RolloutEngine:
-    """Build the rollout engine that `rollout.engine` names.
+    """Builds the engine that `rollout.engine` names; `LentDevices` on ranks that do not lead their rollout team.
 
-    Args:
-        config: the run's config.
-        actor: model whose tensors the engine `hf` uses; None: it loads the model itself.
-        team: the rollout team of this rank.
-
-    Returns:
-        The rollout engine, or what stands for it on a rank that lends its devices to another rank's engine.
+    The engine `hf` uses the tensors of `actor`; with None it loads the model itself.
     """
     from ratchet.rlhf.models.loading import load_actor
     from ratchet.rlhf.rollout.rollout_team import LentDevices
@@ -55,19 +49,10 @@ def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: Rollo
 def vllm_rollout(
     config: RunConfig, vllm: VLLMConfig, tokenizer: PreTrainedTokenizerBase, devices: tuple[str, ...] = ()
 ) -> VLLMRollout:
-    """Build the vLLM rollout engine.
-
-    On the CPU `VLLM_CPU_KVCACHE_SPACE` sets the size of vLLM's cache, and `gpu_memory_utilization` is kept low so that
-    vLLM does not claim most of the memory.
+    """Builds the vLLM rollout engine, whose first call starts vLLM.
 
     Args:
-        config: the run's config.
-        vllm: the engine's options.
-        tokenizer: gives the end-of-sequence tokens.
         devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
-
-    Returns:
-        The rollout engine; its first call starts vLLM.
     """
     import torch
 
@@ -80,6 +65,7 @@ def vllm_rollout(
         eos_token_ids=eos_token_ids(generation_config(model), tokenizer),
         dtype=model.dtype,
         max_model_len=vllm.max_model_len or config.data.max_prompt_tokens + rollout.max_response_tokens,
+        # vLLM's processed log-probs are those after truncation, over the tokens that are left
         logprobs_mode="raw_logprobs" if rollout.truncated_by else "processed_logprobs",
         timeout_s=vllm.timeout_s,
         on_gpu=on_gpu,
@@ -88,6 +74,7 @@ def vllm_rollout(
         cpu_cache_gib=vllm.cpu_cache_gib,
         tensor_parallel=vllm.tensor_parallel,
         devices=devices,
+        # on the CPU vLLM would claim this share of the host's memory; `VLLM_CPU_KVCACHE_SPACE` sizes its cache there
         gpu_memory_utilization=vllm.gpu_memory_utilization if on_gpu else 0.1,
         enforce_eager=vllm.enforce_eager or not on_gpu,
         enable_prefix_caching=vllm.prefix_caching,
@@ -98,16 +85,7 @@ def vllm_rollout(
 
 
 def server_rollout(config: RunConfig, server: ServerConfig, tokenizer: PreTrainedTokenizerBase) -> ServerRollout:
-    """Build the rollout engine that uses running servers.
-
-    Args:
-        config: the run's config.
-        server: the engine's options.
-        tokenizer: gives the end-of-sequence tokens, and the text of prompts for `tgi`.
-
-    Returns:
-        The rollout engine.
-    """
+    """Builds the rollout engine that uses running servers."""
     from ratchet.rlhf.rollout.server_engine import ServerRollout
 
     model = config.model

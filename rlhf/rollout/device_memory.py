@@ -18,17 +18,16 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 ROOM_S = 30.0
-"""Seconds that a killed process of another worker or run gets to return its memory."""
+"""Seconds that a killed process of another worker or run has to return its memory."""
 
 
 def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, idle: bool = False) -> dict[str, float]:
-    """Estimate what stays on each GPU while the rollout generates, without anything that depends on the batch.
+    """Estimates what stays on each GPU while the rollout generates, apart from what depends on the batch.
 
     Args:
-        config: the run's config.
         parameters: number of parameters of each model in the same processes, by role.
         ranks: number of those processes.
-        idle: whether models that leave the GPU when they are idle count, too.
+        idle: count models that leave the GPU when idle, too.
 
     Returns:
         Bytes by what they hold; empty if all of them give way.
@@ -55,15 +54,11 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
 
 
 def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> dict[str, float]:
-    """Estimate the gradients that each process holds while it trains.
+    """Estimates the bytes of gradients that each process holds while it trains; adapters', which are small, are left
+    out.
 
     Args:
-        config: the run's config.
         parameters: number of parameters of each model in the same processes, by role.
-        ranks: number of those processes.
-
-    Returns:
-        Bytes by what they are of; without those of adapters, which are small.
     """
     held: dict[str, float] = {}
     for role, trainer in config.trainers.items():
@@ -77,15 +72,12 @@ def _width(model: ModelConfig) -> int:
 
 
 def check_fits(utilization: float, total: float, held: Mapping[str, float]) -> None:
-    """Check that vLLM can have the share of a GPU that it asks for.
+    """Raises UserError if vLLM cannot have the share of a GPU that it asks for.
 
     Args:
         utilization: `rollout.engine.gpu_memory_utilization`.
         total: memory of the GPU in bytes.
-        held: what others hold of it, in bytes.
-
-    Raises:
-        UserError: it cannot.
+        held: bytes of it that others hold, by holder.
     """
     left = total - sum(held.values())
     if utilization * total <= left:
@@ -103,17 +95,7 @@ def check_fits(utilization: float, total: float, held: Mapping[str, float]) -> N
 def await_room(
     utilization: float, free_and_total: Callable[[], tuple[int, int]], *, wait_s: float = ROOM_S, every_s: float = 0.2
 ) -> None:
-    """Check that vLLM can have the share of a GPU that it asks for; wait a while for what others give back.
-
-    Args:
-        utilization: `rollout.engine.gpu_memory_utilization`.
-        free_and_total: reads the free and the total memory of the GPU, in bytes.
-        wait_s: time limit in seconds.
-        every_s: seconds between two readings.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Waits until vLLM can have the share of a GPU that it asks for; raises UserError after `wait_s` seconds."""
     for attempt in Retrying(
         retry=retry_if_exception_type(UserError), stop=stop_after_delay(wait_s), wait=wait_fixed(every_s), reraise=True
     ):
@@ -123,17 +105,7 @@ def await_room(
 
 
 def check_config(config: RunConfig, vllm: VLLMConfig, roles: Iterable[str], total: float) -> None:
-    """Check, before anything is loaded, that vLLM fits beside the other models of its processes.
-
-    Args:
-        config: the run's config.
-        vllm: its rollout engine.
-        roles: roles of the processes that hold the rollout.
-        total: memory of a GPU in bytes.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Raises UserError if vLLM does not fit beside the other models of its processes, before anything is loaded."""
     models = {role: model for role, model in config.models.items() if role in roles}
     counts = {role: parameter_count(model_folder(model)) for role, model in models.items()}
     pool = config.pool_of("rollout")

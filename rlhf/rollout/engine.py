@@ -1,4 +1,4 @@
-"""The protocol of rollout engines, and the plain data that they exchange."""
+"""The interface of rollout engines, and the plain data that they exchange."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; the noise of a trajectory depends only on `seed` and the trajectory's id."""
+    """How to sample tokens. The noise of a trajectory depends only on `seed` and the trajectory's id."""
 
     temperature: float
     top_p: float
@@ -40,11 +40,11 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Texts that end a response; they are kept in the response."""
     seeds: Literal["trajectory", "engine"] = "trajectory"
-    """`engine`: the engine's own noise is used, and `seed` has no effect; see `seed_of`."""
+    """`engine`: the engine's own noise; `seed` has no effect. See `seed_of`."""
     top_k: int = 0
-    """Draw from this many likeliest tokens; 0: from all."""
+    """Draw from this many most likely tokens; 0: from all."""
     min_p: float = 0.0
-    """Draw from the tokens with at least this share of the likeliest one's probability (arXiv 2407.01082)."""
+    """Draw from tokens with at least this share of the most likely token's probability (arXiv 2407.01082)."""
 
     @classmethod
     def of(
@@ -56,7 +56,7 @@ class Sampling:
         ignore_eos: bool = False,
         seeds: Literal["trajectory", "engine"] = "trajectory",
     ) -> Sampling:
-        """Sampling as the config says, at a temperature."""
+        """Builds the sampling that the config asks for, at a temperature."""
         return cls(
             temperature=temperature,
             top_p=response.top_p,
@@ -71,13 +71,13 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are never drawn; at temperature 0 there is nothing to truncate."""
+        """True if some tokens are never drawn; at temperature 0 there is nothing to truncate."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A response: its tokens (including end-of-sequence), their log-probs, and the reason why it ended."""
+    """A response: its tokens (including end-of-sequence), their log-probs, and the finish reason."""
 
     response_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -87,7 +87,7 @@ class Generation:
 
 
 def joined(chunks: Sequence[Chunk]) -> Generation:
-    """Join all chunks of a response."""
+    """Joins the chunks of a response."""
     reason = chunks[-1].finish_reason
     assert reason is not None, "the last chunk has a finish reason"
     return Generation(
@@ -98,22 +98,22 @@ def joined(chunks: Sequence[Chunk]) -> Generation:
 
 
 def limit_of(request: Request, sampling: Sampling) -> int:
-    """Compute the maximum number of new tokens for a request."""
+    """Returns the maximum number of new tokens for a request."""
     return sampling.max_tokens if request.max_tokens is None else min(request.max_tokens, sampling.max_tokens)
 
 
 def seed_of(request: Request, sampling: Sampling) -> int | None:
-    """Derive the seed of a request, a non-negative int64, for engines that take a seed per request; None: the engine's
-    own noise."""
+    """Derives the seed of a request, a non-negative int64; None if the engine uses its own noise."""
     if sampling.seeds == "engine":
         return None
+    # a continuation must not draw the noise of the beginning again
     place = [request.generated_tokens] if request.generated_tokens else []
     return int(seeding.generator(sampling.seed, "generate", request.trajectory_id, *place).integers(2**63))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens that an engine has generated for a request since the request's previous chunk."""
+    """Tokens that an engine has generated for a request since its previous chunk."""
 
     response_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -123,54 +123,39 @@ class Chunk:
 
 
 class RolloutEngine(ABC):
-    """A model that generates responses. Requests join and leave while others run."""
+    """A model that generates responses. Requests may join and leave while others run."""
 
     in_batches: ClassVar[bool] = False
-    """Whether requests are generated in fixed batches: rounding then depends on the requests of a batch, and the same
-    batch gives the same bits. Such an engine starts when every request that was announced by `join` is waiting."""
+    """True if requests are generated in fixed batches: rounding depends on a batch's requests, but is repeatable.
+
+    Such an engine starts when every request announced by `join` is waiting.
+    """
 
     @abstractmethod
     def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Generate a response. The same request and weights give the same response, except for rounding.
+        """Generates a response. The same request and weights give the same response, except for rounding.
 
         Log-probs are computed from the temperature-scaled logits, before truncation (`top_p`, `top_k`, `min_p`); at
         temperature 0 (greedy), from the plain logits. Closing the generator cancels the request.
-
-        Args:
-            request: the trajectory to generate.
-            sampling: how to sample tokens.
-
-        Yields:
-            The response's tokens as they are generated; only the last chunk has a finish reason.
 
         Raises:
             EngineLost: the engine's process or server does not answer.
         """
 
     def join(self, count: int) -> None:  # noqa: B027  (for engines that generate in batches)
-        """Announce trajectories, each of which makes requests until its `leave`."""
+        """Announces trajectories, each of which makes requests until its `leave`."""
 
     def leave(self) -> None:  # noqa: B027
-        """A trajectory that was announced makes no further requests."""
+        """Reports that an announced trajectory makes no further requests."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-        """Generate responses, and wait for all of them.
-
-        Args:
-            requests: the trajectories to generate.
-            sampling: how to sample tokens.
-
-        Returns:
-            One response per request, in the same order.
-
-        Raises:
-            EngineLost: the engine's process or server does not answer.
-        """
+        """Generates responses and waits for all of them; returns one per request, in the same order."""
         return event_loop.run(self._generate_all(requests, sampling))
 
     async def _generate_all(self, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
         async def whole(request: Request) -> Generation:
             try:
+                # closing the stream cancels the request if this fails
                 async with aclosing(self.stream(request, sampling)) as stream:
                     return joined([chunk async for chunk in stream])
             finally:
@@ -181,39 +166,27 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
-        """Replace the weights in place. No request may be running. The engine may have made room: it then takes only
-        the memory of the weights, and the rest in `place`.
+        """Replaces the weights in place, and returns the number of bytes moved. No request may be running.
+
+        If the engine has made room, this takes only the memory of the weights; `place` takes the rest.
 
         Args:
-            weights: tensors of the policy, named as in a checkpoint, consumed one at a time.
-            adapter_config: PEFT's config as JSON if `weights` are those of an adapter; None: of the whole model.
-
-        Returns:
-            Bytes that were moved.
-
-        Raises:
-            EngineLost: the engine's process or server does not answer.
+            weights: the policy's tensors, named as in a checkpoint, consumed one at a time.
+            adapter_config: PEFT's config as JSON if `weights` are an adapter's; None: they are the whole model's.
         """
 
     @abstractmethod
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Move the weights to the device or to host memory, to make room for another model.
-
-        Args:
-            model: whether the weights stay on the device.
-            optimizer: ignored; rollout engines have no optimizer.
-        """
+        """Moves the weights to the device, or to host memory to make room for another model. `optimizer` is ignored."""
 
     def discard(self) -> bool:
-        """Make room as `place` does, but lose the weights where that is cheaper than to keep them: `load_weights` must
-        follow. No request may be running.
+        """Makes room as `place` does, but may drop the weights where that is cheaper than keeping them.
 
-        Returns:
-            Whether the weights are lost.
+        No request may be running. Returns True if the weights are lost: `load_weights` must follow.
         """
         self.place(model=False, optimizer=False)
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Release processes and connections."""
+        """Releases processes and connections."""

@@ -1,4 +1,4 @@
-"""`rollout.engine: hf`: generation with a transformers model and a KV cache, one token at a time."""
+"""`rollout.engine: hf`: generates with a transformers model and a KV cache, one token at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 CHUNK_STEPS = 16
-"""Steps after which a batch gives its rows their new tokens."""
+"""Steps between two chunks of a batch."""
 
 
 @dataclass(eq=False)
@@ -39,16 +39,15 @@ class _Row:
     sampling: Sampling
     chunks: asyncio.Queue[Chunk | BaseException]
     is_open: bool = True
-    """Whether somebody still reads the chunks."""
+    """True while a consumer still reads the chunks."""
 
 
 class HFRollout(RolloutEngine):
-    """Generates with a model in this process, which may be the actor itself, so that weights need no copy.
+    """Generates with a model in this process. It may be the actor itself; weights then need no copy.
 
-    All trajectories that have joined form one batch; finished rows leave it. Requests of trajectories that have not
-    joined form a batch with those that come while another batch is generated. The noise that samples a token depends
-    only on the seed, the trajectory and the position of the token, so a batch is a pure function of requests and
-    weights.
+    All trajectories that have joined form one batch, which finished rows leave. Requests of trajectories that have not
+    joined form a batch with those that arrive while another batch is generated. The noise that samples a token depends
+    only on the seed, the trajectory and the token's position, so a batch is a pure function of requests and weights.
     """
 
     in_batches = True
@@ -61,14 +60,7 @@ class HFRollout(RolloutEngine):
         dtype: Dtype = "float32",
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """Wrap a model.
-
-        Args:
-            model: the model, on its device.
-            eos_token_ids: tokens that end a response.
-            dtype: type of the computation.
-            tokenizer: only needed for stop texts.
-        """
+        """Wraps a model, which is on its device; the tokenizer is only needed for stop texts."""
         from ratchet.rlhf.models import kv_cache
 
         self.model = model
@@ -86,32 +78,29 @@ class HFRollout(RolloutEngine):
         self._thread = ThreadPoolExecutor(1, "hf-rollout", torch.set_num_threads, (torch.get_num_threads(),))
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Move the model to its device or to host memory; see `RolloutEngine.place`."""
         if model:
             self._buffers.give_back()
         elif self._buffers.take((*self.model.parameters(), *self.model.buffers())):
             release_memory(self.device)
 
     def close(self) -> None:
-        """End the engine's thread."""
+        """Ends the engine's thread."""
         self._thread.shutdown()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
-        """Copy weights into the model; see `RolloutEngine.load_weights`."""
         self._buffers.give_back()
         return self._thread.submit(copy_weights, weights, self.model).result()
 
     def join(self, count: int) -> None:
-        """Announce trajectories; see `RolloutEngine.join`."""
         self._joined += count
 
     def leave(self) -> None:
-        """Leave; the batch starts if all others are waiting. See `RolloutEngine.leave`."""
+        """Leaves; the batch starts if all others are waiting. See `RolloutEngine.leave`."""
         self._joined -= 1
         self._start_if_complete()
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Generate a response in a batch with all that have joined; see `RolloutEngine.stream`."""
+        """Generates a response in a batch with all that have joined; see `RolloutEngine.stream`."""
         row = _Row(request, sampling, asyncio.Queue())
         self._waiting.append(row)
         self._start_if_complete()
@@ -131,10 +120,11 @@ class HFRollout(RolloutEngine):
     def _start_if_complete(self) -> None:
         if self._waiting and len(self._waiting) >= self._joined and not self._running:
             by_sampling: dict[Sampling, list[_Row]] = {}
-            for row in sorted(self._waiting, key=lambda row: row.request.trajectory_id):  # whoever came first
+            # sorted: a batch must not depend on the order of arrival
+            for row in sorted(self._waiting, key=lambda row: row.request.trajectory_id):
                 by_sampling.setdefault(row.sampling, []).append(row)
             self._waiting = []
-            for rows in by_sampling.values():  # a batch has one way of sampling; agents choose their stop texts
+            for rows in by_sampling.values():  # a batch shares its sampling; agents choose their own stop texts
                 self._running += 1
                 self._thread.submit(self._run, rows, asyncio.get_running_loop())
 
@@ -143,7 +133,7 @@ class HFRollout(RolloutEngine):
         self._start_if_complete()
 
     def _run(self, rows: list[_Row], loop: asyncio.AbstractEventLoop) -> None:
-        """Generate a batch, in the engine's thread."""
+        """Generates a batch, in the engine's thread."""
 
         def put(row: _Row, chunk: Chunk | BaseException) -> None:
             loop.call_soon_threadsafe(row.chunks.put_nowait, chunk)
@@ -151,7 +141,7 @@ class HFRollout(RolloutEngine):
         was_training = self.model.training
         self.model.eval()
         last: list[tuple[_Row, Chunk | BaseException]] = []
-        """Put when the model, which may be the actor, is as it was before: the batch may be complete then."""
+        """Put after the model, which may be the actor, is back in its mode: the batch may then be complete."""
         casts = self.dtype == "bfloat16" and self.model.dtype != torch.bfloat16  # an actor's weights are rounded
         try:
             with (
@@ -176,20 +166,17 @@ class HFRollout(RolloutEngine):
         return (is_eos and not sampling.ignore_eos) or self._stops(response, sampling)
 
     def _stops(self, response: np.ndarray, sampling: Sampling) -> bool:
-        """Tell whether the end of a response contains a stop text.
-
-        Only the last tokens are decoded. A token has at least one byte, and a character at most 4, so 4 tokens per
-        character are enough.
-        """
+        """Returns True if the end of a response contains a stop text."""
         if not sampling.stop:
             return False
         assert self.tokenizer is not None
+        # only the last tokens are decoded: a token has at least one byte, and a character at most 4
         tail = response[-4 * max(map(len, sampling.stop)) - 4 :].tolist()
         text = str(self.tokenizer.decode(tail, skip_special_tokens=False))
         return any(stop in text for stop in sampling.stop)
 
     def _generate(self, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Chunk]]:
-        """Generate a batch; yields the rows' new tokens every `CHUNK_STEPS` steps."""
+        """Generates a batch, yielding the rows' new tokens every `CHUNK_STEPS` steps."""
         from transformers import DynamicCache
 
         from ratchet.rlhf.models import kv_cache
@@ -198,12 +185,13 @@ class HFRollout(RolloutEngine):
         requests, sampling = [row.request for row in rows], rows[0].sampling
         assert all(row.sampling == sampling for row in rows), "a batch has one way of sampling"
         device = self.model.device
-        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))  # computed once, whoever shares them
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))  # a shared prompt is computed once
         numbers = {prompt: number for number, prompt in enumerate(prompts)}
         prompt_of = torch.tensor([numbers[request.prompt_ids] for request in requests], device=device)
         longest = max(map(len, prompts))
         input_ids = torch.zeros((len(prompts), longest), dtype=torch.long)
         for row, prompt in enumerate(prompts):
+            # padded on the left, so that the next tokens of all rows are in the same column
             input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         input_ids = input_ids.to(device)
         padding = longest - torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -213,6 +201,7 @@ class HFRollout(RolloutEngine):
         out_log_probs = torch.zeros((len(requests), sampling.max_tokens), device=device)
         limits = torch.tensor([limit_of(request, sampling) for request in requests], device=device)
         lengths = limits.clone()
+        # no row can end early, so that no step has to look for ends
         together = sampling.ignore_eos and not sampling.stop and int(limits.min()) == sampling.max_tokens
         active = torch.arange(len(requests), device=device)
         finished = torch.zeros(len(requests), dtype=torch.bool, device=device)
@@ -222,7 +211,7 @@ class HFRollout(RolloutEngine):
         inputs: dict[str, Any] = {"attention_mask": is_real[:, :longest] if padding.any() else None}
         cached: CachedPrompts | None = None
         balanced = getattr(self.model.config, "output_router_logits", False)
-        no_loss = {"output_router_logits": False} if balanced else {}  # which takes other masks than a cache has
+        no_loss = {"output_router_logits": False} if balanced else {}  # the router loss does not accept a cache's masks
 
         emitted = [0] * len(rows)
         for step in range(sampling.max_tokens):
@@ -282,12 +271,12 @@ class HFRollout(RolloutEngine):
         steps: int,
         emitted: list[int],
     ) -> Iterator[tuple[_Row, Chunk]]:
-        """Yield what the rows have generated since the last time, and update `emitted`, their lengths so far."""
+        """Yields what the rows have generated since the last call, and updates `emitted`, their lengths so far."""
         all_tokens, all_log_probs = tokens[:, :steps].cpu().numpy(), log_probs[:, :steps].cpu().numpy()
         for number, (row, length, has_ended) in enumerate(zip(rows, lengths.tolist(), ended.tolist(), strict=True)):
             first, last = emitted[number], min(length, steps)
             if first == last:
-                continue  # it ended before
+                continue  # ended earlier
             emitted[number] = last
             reason = None
             if has_ended:
@@ -309,10 +298,9 @@ class HFRollout(RolloutEngine):
 def sample(
     logits: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, " batch"], sampling: Sampling
 ) -> tuple[Tensor, Float[Tensor, " batch"]]:
-    """Sample one token per row by inverting the cumulative distribution.
+    """Samples one token per row by inverting the cumulative distribution.
 
     Args:
-        logits: shape (batch, vocab).
         uniforms: a uniform number in [0, 1) per row, float64, shape (batch,).
         sampling: temperature and truncation; temperature 0 is greedy.
 
@@ -326,18 +314,19 @@ def sample(
         return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
     log_probs = (logits / sampling.temperature).log_softmax(-1)
     probs = log_probs.double().exp()
-    with determinism.relaxed():  # of running sums on a GPU; their last bits hardly ever decide which token is drawn
+    with determinism.relaxed():  # the last bits of running sums hardly ever decide which token is drawn
         if sampling.truncates:
             probs = _truncated(probs, sampling)
         cumulative = probs.cumsum(-1)
     # just below the total, so that rounding never selects a position after the last token with nonzero probability
     drawn = uniforms[:, None] * cumulative[:, -1:] * (1 - 1e-12)
-    tokens = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)  # NaN
+    # with NaN, the index would be out of range
+    tokens = torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
 def _truncated(probs: Float[Tensor, "batch vocab"], sampling: Sampling) -> Float[Tensor, "batch vocab"]:
-    """Set to 0 what `min_p`, then `top_k`, then `top_p` leave out, in vLLM's order; the rest need not sum to 1."""
+    """Zeroes what `min_p`, then `top_k`, then `top_p` exclude, in vLLM's order; the rest need not sum to 1."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(ordered < sampling.min_p * ordered[:, :1], 0.0)
     if sampling.top_k > 0:
@@ -348,9 +337,10 @@ def _truncated(probs: Float[Tensor, "batch vocab"], sampling: Sampling) -> Float
 
 
 def _uniforms(requests: Sequence[Request], sampling: Sampling) -> np.ndarray:
-    """Draw uniform numbers, shape (requests, max_tokens); each depends only on seed, trajectory and position."""
+    """Draws uniform numbers, shape (requests, max_tokens); each depends only on seed, trajectory and position."""
     rows = [
         (seeding.generator(sampling.seed, "generate", request.trajectory_id), request.generated_tokens)
         for request in requests
     ]
+    # numbers of earlier tokens are skipped, so that an interrupted response continues with the same noise
     return np.stack([generator.random(start + sampling.max_tokens)[start:] for generator, start in rows])

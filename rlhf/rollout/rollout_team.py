@@ -1,7 +1,7 @@
 """Rollout teams: adjacent ranks of a pool whose devices one rollout engine spans.
 
-The first rank of a team has the engine. The other ranks lend it their devices: they take part in gathering weights and
-in taking turns on the devices.
+The first rank of a team runs the engine. The other ranks lend it their devices: they help to gather weights, and take
+turns on the devices.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class RolloutTeam:
     """The team of this rank; by default a team of one. All methods are collective."""
 
     leads: bool = True
-    """Whether this rank has the engine."""
+    """True if this rank runs the engine."""
     devices: tuple[str, ...] = ()
     """The team's GPUs in order of rank, by number or UUID; empty: the GPUs that this process sees."""
     group: ProcessGroup | None = None
     """Connects the ranks through gloo, so that it needs no device; None: a team of one."""
 
     def meet(self) -> None:
-        """Wait until all ranks of the team have called this."""
+        """Waits until all ranks of the team have called this."""
         import torch.distributed as dist
 
         if self.group is not None:
             dist.barrier(self.group)
 
     def agrees(self, opinion: bool) -> bool:
-        """Return whether `opinion` is true on all ranks of the team."""
+        """Returns True if `opinion` is true on all ranks of the team."""
         import torch
         import torch.distributed as dist
 
@@ -51,7 +51,7 @@ class RolloutTeam:
         return bool(lowest)
 
     def of_leader(self, value: T | None) -> T:
-        """Return the first rank's value, which must be picklable; the values of the other ranks are ignored."""
+        """Returns the first rank's value, which must be picklable; other ranks' values are ignored."""
         import torch.distributed as dist
 
         values = [value]
@@ -63,15 +63,11 @@ class RolloutTeam:
 
 
 def formed(size: int, devices: Iterable[str], timeout_s: float) -> RolloutTeam:
-    """Form the teams of all ranks; every rank calls this.
+    """Forms the teams of all ranks and returns this rank's; every rank calls this.
 
     Args:
         size: number of adjacent ranks in a team; it divides the number of ranks.
         devices: the GPUs of this rank, by number or UUID.
-        timeout_s: a collective call fails if another rank does not take part for so long, in seconds.
-
-    Returns:
-        The team of this rank.
     """
     import torch.distributed as dist
 
@@ -79,6 +75,7 @@ def formed(size: int, devices: Iterable[str], timeout_s: float) -> RolloutTeam:
         return RolloutTeam()
     index = ranks.rank() % size
     first = ranks.rank() - index
+    # only the team's own members take part in creating its group
     group = dist.new_group(
         list(range(first, first + size)), timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True
     )
@@ -92,15 +89,15 @@ class LentDevices(RolloutEngine):
     """The rollout engine of a rank that lends its devices to the engine of its team's first rank."""
 
     def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Not available: the team's first rank generates."""
+        """Raises AssertionError: the team's first rank generates."""
         raise AssertionError("only the first rank of a rollout team generates")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
-        """Nothing to do: the first rank loads the weights."""
+        """Does nothing: the first rank loads the weights."""
         return 0
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Nothing to do: the first rank moves the engine."""
+        """Does nothing: the first rank moves the engine."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""

@@ -1,7 +1,7 @@
 """`rollout.engine: server`: generation by servers that exchange token ids over HTTP.
 
 The servers are started separately and keep running when a run ends. New weights are written to a folder that the
-servers can read, and each server is asked to load them; or they are broadcast to SGLang servers (`sglang_weights`).
+servers can read, or broadcast to SGLang servers (`sglang_weights`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 AT_ONCE = 256
 """Maximum number of concurrent requests per server."""
 STREAM_INTERVAL = 16
-"""Tokens per event of a server's stream: an event per token costs a small model more than the token."""
+"""Tokens per event of a server's stream: with a small model, an event costs more than a token."""
 TRIES = 5
 
 
@@ -47,17 +47,10 @@ class GenerationApi(Protocol):
     def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate one response.
+        """Generates one response.
 
         Args:
-            ask: the server.
-            request: the trajectory to generate.
-            sampling: how to sample tokens.
             seed: seed of the request, a non-negative int64; None: the server's own noise.
-            eos: end-of-sequence tokens.
-
-        Yields:
-            The response's tokens as they arrive; only the last chunk has a finish reason.
 
         Raises:
             Away: the server does not answer or is unavailable.
@@ -66,10 +59,9 @@ class GenerationApi(Protocol):
         ...
 
     async def load(self, ask: Ask, folder: Path) -> None:
-        """Load the weights in a folder.
+        """Loads the weights in a folder.
 
         Args:
-            ask: the server.
             folder: safetensors files and the model's config.
 
         Raises:
@@ -88,7 +80,6 @@ class VLLMApi:
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate one response; see `GenerationApi.stream`."""
         if ask.url not in self.models:
             self.models[ask.url] = (await ask("/v1/models"))["data"][0]["id"]
         body = {
@@ -104,7 +95,7 @@ class VLLMApi:
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "logprobs": 0,  # of the sampled token
+            "logprobs": 0,  # only the sampled token's
             "return_token_ids": True,
             "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
             "stop_token_ids": [] if sampling.ignore_eos else list(eos),
@@ -124,7 +115,6 @@ class VLLMApi:
                 yield Chunk(tuple(choice["token_ids"]), tuple(log_probs), reason)
 
     async def load(self, ask: Ask, folder: Path) -> None:
-        """Load the weights in a folder; see `GenerationApi.load`."""
         try:
             await ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             await ask("/reset_prefix_cache", {})
@@ -138,18 +128,17 @@ class VLLMApi:
 class SGLangApi:
     """SGLang's `/generate` and `/update_weights_from_disk`, as of 0.5.23.
 
-    A server that was not started with `--enable-deterministic-inference` ignores seeds. One that was gives all requests
-    without a seed the same noise, and dies of `min_p`.
+    A server started without `--enable-deterministic-inference` ignores seeds. One started with it gives all requests
+    without a seed the same noise, and crashes on `min_p`.
     """
 
     def __init__(self) -> None:
         self.seeded: dict[str, bool] = {}
-        """Whether a server heeds seeds, by URL."""
+        """True for servers that honour seeds, by URL."""
 
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate one response; see `GenerationApi.stream`."""
         await self._check(ask, sampling, seed)
         limit = limit_of(request, sampling)
         body = {
@@ -160,11 +149,12 @@ class SGLangApi:
                 "top_k": (sampling.truncates and sampling.top_k) or -1,
                 "min_p": sampling.min_p if sampling.truncates else 0.0,
                 "max_new_tokens": limit,
+                # without a seed, a deterministic server would give all requests the same noise
                 "sampling_seed": secrets.randbits(63) if seed is None else seed,
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
-                "ignore_eos": sampling.ignore_eos,  # it goes for stop_token_ids, too
+                "ignore_eos": sampling.ignore_eos,  # it also applies to stop_token_ids
                 "stop_token_ids": [] if sampling.ignore_eos else list(eos),
                 "stop": list(sampling.stop),
                 "no_stop_trim": True,
@@ -202,7 +192,7 @@ class SGLangApi:
                 )
 
     async def _check(self, ask: Ask, sampling: Sampling, seed: int | None) -> None:
-        """Raises `UserError` if the server cannot sample in this way."""
+        """Raises UserError if the server cannot sample in this way."""
         if ask.url not in self.seeded:
             self.seeded[ask.url] = bool((await ask("/server_info"))["enable_deterministic_inference"])
         seeded = self.seeded[ask.url]
@@ -218,9 +208,8 @@ class SGLangApi:
             )
 
     async def load(self, ask: Ask, folder: Path) -> None:
-        """Load the weights in a folder; see `GenerationApi.load`."""
         try:
-            # a request that was cancelled runs on for seconds, and nothing is flushed while one runs
+            # a cancelled request keeps running for seconds, and the cache cannot be flushed while one runs
             body = {"model_path": str(folder), "abort_all_requests": True, "flush_cache": False}
             await ask("/update_weights_from_disk", body)
             await ask(f"/flush_cache?timeout={ask.timeout_s}", {})
@@ -229,7 +218,7 @@ class SGLangApi:
 
 
 UNUSED = 2
-"""Tokens of its context that SGLang leaves free."""
+"""Tokens of its context that SGLang leaves unused."""
 
 
 class TGIApi:
@@ -240,13 +229,13 @@ class TGIApi:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Use `tokenizer` to turn prompts into text; None: generating is impossible."""
+        """Uses `tokenizer` to turn prompts into text; with None, generation is impossible."""
         self.tokenizer = tokenizer
 
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate one response, in one chunk; see `GenerationApi.stream`."""
+        """Generates one response, in one chunk; see `GenerationApi.stream`."""
         assert self.tokenizer is not None, "prompts are sent as text"
         parameters: dict[str, Any] = {
             "max_new_tokens": limit_of(request, sampling),
@@ -271,7 +260,7 @@ class TGIApi:
         yield Chunk(tuple(token for token, _ in tokens), tuple(log_prob for _, log_prob in tokens), reason)
 
     async def load(self, ask: Ask, folder: Path) -> None:
-        """Raise `UserError`: this server cannot load new weights."""
+        """Raises UserError: this server cannot load new weights."""
         raise UserError(f"{ask.url} (rollout.engine.api tgi) cannot load new weights: use it for evaluation only")
 
 
@@ -283,7 +272,7 @@ APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], GenerationApi]] = {
 
 
 class ServerRollout(RolloutEngine):
-    """A rollout engine that distributes requests over servers."""
+    """Distributes requests over servers."""
 
     def __init__(
         self,
@@ -297,15 +286,12 @@ class ServerRollout(RolloutEngine):
         model_folder: Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """Connect to servers; no request is sent yet.
+        """Connects to the servers at the base URLs `urls`; sends no request yet.
 
         Args:
-            urls: base URLs of the servers.
-            api: kind of the servers.
-            eos_token_ids: tokens that end a response.
-            timeout_s: a server that makes no progress for so long, in seconds, counts as unavailable.
-            weights_folder: folder for new weights, at the same path on the servers; None: they are broadcast to SGLang
-                servers, and those of other servers are never changed.
+            timeout_s: seconds without progress after which a server counts as unavailable.
+            weights_folder: folder for new weights, at the same path on the servers; None: SGLang servers receive them
+                by broadcast, and other servers keep theirs.
             dtype: type in which new weights are broadcast.
             model_folder: folder with the model's config, which some servers need next to new weights.
             tokenizer: only needed for `tgi`, which takes prompts as text.
@@ -313,6 +299,7 @@ class ServerRollout(RolloutEngine):
         self.api = APIS[api](tokenizer)
         self.eos, self.weights_folder, self.model_folder = eos_token_ids, weights_folder, model_folder
         self.dtype: Dtype = dtype
+        # `_server` bounds the number of requests
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE * len(urls))
         timeout = httpx.Timeout(timeout_s, read=None)  # `Ask.events` watches the progress
         self.client = httpx.AsyncClient(timeout=timeout, limits=limits)
@@ -323,7 +310,7 @@ class ServerRollout(RolloutEngine):
         self._loads = 0
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Generate a response; see `RolloutEngine.stream`. If a server fails, another one continues from its tokens."""
+        """Generates a response; see `RolloutEngine.stream`. If a server fails, another one continues."""
         seed, so_far, failures = seed_of(request, sampling), 0, 0
         while True:
             async with self._server(request) as server:
@@ -336,24 +323,25 @@ class ServerRollout(RolloutEngine):
                             yield chunk
                             if chunk.finish_reason is not None:
                                 return
+                    # without a finish reason
                     raise Away(f"{server.url} ended a response early")
                 except Away as error:
                     server.failures += 1
                     failures += 1
                     if failures == TRIES:
                         raise EngineLost(str(error)) from None
+            # random, so that the requests of a failed server do not all retry at the same time
             await asyncio.sleep(random.uniform(0, min(0.2 * 2**failures, 10)))
 
     @asynccontextmanager
     async def _server(self, request: Request) -> AsyncIterator[Ask]:
-        """Wait for a server with room: the one that has the prompt, or the one with the fewest requests.
-
-        Servers that failed come last until they answer again.
-        """
+        """Waits for a server with room: the one that has the prompt, or the one with the fewest requests."""
         async with self._room:
             await self._room.wait_for(lambda: any(server.running < AT_ONCE for server in self.servers))
+            # servers that failed come last until they answer again
             server = min(self.servers, key=lambda server: (server.failures, server.running))
             cached = self._served.get(request.prompt_ids)
+            # the server that has this prompt in its cache is preferred over the least busy one
             if cached is not None and cached.failures <= server.failures and cached.running < AT_ONCE:
                 server = cached
             self._served[request.prompt_ids] = server
@@ -366,18 +354,7 @@ class ServerRollout(RolloutEngine):
                 self._room.notify_all()
 
     def from_each(self, request: Request, sampling: Sampling) -> dict[str, Generation]:
-        """Send the same request to every server.
-
-        Args:
-            request: the trajectory to generate.
-            sampling: how to sample tokens.
-
-        Returns:
-            The response of each server, by URL.
-
-        Raises:
-            EngineLost: a server does not answer.
-        """
+        """Sends the same request to every server; returns their responses by URL. Raises EngineLost."""
         seed = seed_of(request, sampling)
 
         async def whole(server: Ask) -> Generation:
@@ -391,14 +368,11 @@ class ServerRollout(RolloutEngine):
         return {server.url: answer for server, answer in zip(self.servers, answers, strict=True)}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
-        """Replace the weights of all servers; see `RolloutEngine.load_weights`.
-
-        Rank 0 writes or broadcasts them; the other ranks help to gather them, and wait until the servers have loaded
-        them.
-        """
+        """Replaces the weights of all servers; see `RolloutEngine.load_weights`."""
         assert adapter_config is None, "the config refuses adapters"
         problem: RatchetError | None = None
         written = 0
+        # rank 0 sends the weights; the others help to gather them, and wait until the servers have loaded them
         if ranks.rank() == 0:
             try:
                 if self.weights_folder is not None:
@@ -413,8 +387,10 @@ class ServerRollout(RolloutEngine):
             except RatchetError as error:
                 problem = error
         else:
+            # gathering is collective: each rank has to consume the iterator
             for _ in weights:
                 pass
+        # every rank raises what rank 0 met, so that none waits for the others
         problem = ranks.gathered(problem)[0]
         if problem is not None:
             raise problem
@@ -458,15 +434,15 @@ class ServerRollout(RolloutEngine):
         return written
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Do nothing: servers have their own devices."""
+        """Does nothing: servers have their own devices."""
 
     def close(self) -> None:
-        """Close the connections; the servers keep running."""
+        """Closes the connections; the servers keep running."""
         event_loop.run(self.client.aclose())
 
 
 def _continued(request: Request, sampling: Sampling, chunk: Chunk) -> Request:
-    """The request for the tokens that follow a chunk."""
+    """Returns the request for the tokens that follow a chunk."""
     length = len(chunk.response_ids)
     return replace(
         request,
@@ -477,7 +453,7 @@ def _continued(request: Request, sampling: Sampling, chunk: Chunk) -> Request:
 
 
 async def _patiently(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Retry while a server is away. Raises `EngineLost` after `TRIES` attempts."""
+    """Retries while a server is away. Raises EngineLost after `TRIES` attempts."""
     try:
         async for retry in AsyncRetrying(
             retry=retry_if_exception_type(Away),

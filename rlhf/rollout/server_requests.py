@@ -26,21 +26,17 @@ class Ask:
     url: str
     timeout_s: float
     progress: float = 0.0
-    """When the server last sent something."""
+    """Time at which the server last sent something."""
     running: int = 0
-    """Number of requests that run there."""
+    """Number of requests running there."""
     failures: int = 0
-    """Number of failures since the server last answered."""
+    """Failures since the server last answered."""
 
     async def __call__(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request.
+        """Sends a request and returns the answer's JSON; None if the answer is not JSON.
 
         Args:
-            path: path of the URL.
             body: JSON to POST; None: GET.
-
-        Returns:
-            The answer's JSON; None if the answer is not JSON.
 
         Raises:
             Away: the server does not answer, or answers 429 or 5xx.
@@ -55,7 +51,7 @@ class Ask:
         return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """POST a request that is answered by server-sent events; yields their JSON. Raises as `__call__` does."""
+        """POSTs a request and yields the JSON of the server-sent events that answer it. Raises as `__call__` does."""
         try:
             async with self.client.stream("POST", self.url + path, json=body) as answer:
                 await self._check(path, answer)
@@ -67,11 +63,12 @@ class Ask:
             raise self._away(error) from None
 
     async def _progressing(self, waiting: Awaitable[str | None]) -> str | None:
-        """Wait as long as the server makes progress, with this request or another one."""
+        """Waits as long as the server makes progress, with this request or another one."""
         task, since = asyncio.ensure_future(waiting), time.monotonic()
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=max(since + self.timeout_s - time.monotonic(), 0.01))
+                # progress of other requests counts, because this one may wait behind them
                 if not task.done() and time.monotonic() - max(since, self.progress) >= self.timeout_s:
                     raise Away(f"{self.url} made no progress for {self.timeout_s:.0f} s (rollout.engine.timeout_s)")
                 since = max(since, self.progress)

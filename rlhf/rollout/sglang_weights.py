@@ -1,7 +1,7 @@
-"""New weights for SGLang servers that share no folder with the trainer: broadcast, bucket by bucket.
+"""Broadcasts new weights, bucket by bucket, to SGLang servers that share no folder with the trainer.
 
 The trainer's first rank and all processes of the servers form a process group, which lives for one transfer: NCCL if
-each of them has a GPU, otherwise gloo. Over HTTP the servers are told only what comes next.
+each of them has a GPU, otherwise gloo. HTTP requests only announce the next bucket.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class SGLangLink:
     """The trainer's end of a connection to servers, for one transfer."""
 
     def __init__(self, servers: Sequence[Ask], name: str, group: ProcessGroup, device: torch.device) -> None:
-        """Use `connect`."""
+        """Use `connect` instead."""
         self._servers, self._name, self._group, self._device = servers, name, group, device
 
     @classmethod
     async def connect(cls, servers: Sequence[Ask]) -> Self:
-        """Connect to all servers. They end their requests, and wait for weights.
+        """Connects to all servers, which abort their requests and wait for weights.
 
         Raises:
             Away: a server does not answer.
@@ -78,7 +78,7 @@ class SGLangLink:
                 "backend": backend,
             }
             asked.append(server("/init_weights_update_group", body))
-        # the names under which PyTorch's init_process_group, which the servers use, puts a group's keys
+        # the key prefixes of PyTorch's init_process_group, which the servers use
         store: Store = PrefixStore(f"{place}/", PrefixStore(f"{name}/", PrefixStore(name, rendezvous.store)))
         form: Callable[[], ProcessGroup] = (
             partial(nccl_group, store, SENDER, size, timeout)
@@ -89,20 +89,8 @@ class SGLangLink:
         return cls(servers, name, group, ranks.device() if on_gpu else torch.device("cpu"))
 
     def send(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> int:
-        """Broadcast weights, once, to all servers.
-
-        Args:
-            weights: tensors by name, consumed one at a time.
-            dtype: type of the rollout; floating-point tensors are cast to it.
-
-        Returns:
-            Bytes that were sent.
-
-        Raises:
-            Away: a server does not answer.
-            LinkLost: a server is gone.
-            UserError: a server refuses the weights.
-        """
+        """Broadcasts weights, consumed one at a time and cast to `dtype`, to all servers; returns the number of
+        bytes."""
         return send(weights, dtype, [Memory(self._device), Memory(self._device)], self._deliver)
 
     def _deliver(self, packed: Packed, memory: Memory) -> None:
@@ -123,25 +111,25 @@ class SGLangLink:
             torch.cuda.synchronize()
 
     async def finish(self) -> None:
-        """Let the servers use what they got. Raises `Away` or `UserError`."""
+        """Makes the servers use the weights that they received. Raises `Away` or `UserError`."""
         await event_loop.gather([_end(server) for server in self._servers])
 
     async def close(self) -> None:
-        """Forget the connection."""
+        """Closes the connection."""
         await event_loop.gather([self._forget(server) for server in self._servers])
         self._group.abort()
 
     async def _forget(self, server: Ask) -> None:
-        with suppress(Away, UserError):  # it has died, or has forgotten it
+        with suppress(Away, UserError):  # it died, or no longer knows the group
             await server("/destroy_weights_update_group", {"group_name": self._name})
 
 
 async def _begin(server: Ask) -> None:
-    # a request that was cancelled runs on for seconds
+    # a cancelled request keeps running for seconds
     await server("/abort_request", {"abort_all": True})
     try:
         await server("/begin_weight_update", {})
-    except UserError:  # a trainer that died has not ended its own
+    except UserError:  # a trainer that died left its update open
         await server("/end_weight_update", {})
         await server("/begin_weight_update", {})
 
@@ -152,12 +140,12 @@ async def _end(server: Ask) -> None:
 
 
 async def _meanwhile(asked: Sequence[Coroutine[Any, Any, Any]], part: Callable[[], T]) -> T:
-    """Ask servers for what each does together with this process, and do this process's part; the first error counts.
+    """Sends the requests while this process runs its part in a thread; returns the part's result, or the first error.
 
-    The part blocks until the servers do theirs, and for long if one refuses: its thread may be left behind.
+    The part blocks until the servers do theirs, possibly for long if one refuses: its thread may be left behind.
     """
     result = Future[T]()
-    result.set_running_or_notify_cancel()  # from here on nobody can cancel it
+    result.set_running_or_notify_cancel()  # so that it cannot be cancelled any more
 
     def run() -> None:
         try:
@@ -175,7 +163,7 @@ async def _meanwhile(asked: Sequence[Coroutine[Any, Any, Any]], part: Callable[[
 
 
 def _own_address(servers: Sequence[Ask]) -> str:
-    """This machine's address, for servers on other machines if there are any."""
+    """Returns an address of this machine that the servers reach, one for other machines if there are any."""
     addresses: list[str] = []
     for server in servers:
         place = urlsplit(server.url)

@@ -1,4 +1,4 @@
-"""`rollout.engine: vllm`: generation by vLLM (arXiv 2309.06180) in a separate process that is kept warm.
+"""`rollout.engine: vllm`: generation by vLLM (arXiv 2309.06180) in a separate, long-lived process.
 
 vLLM has processes, threads and device memory that must not outlive the process that uses them, and it may crash or
 hang. It therefore runs in a child process, which ends with its parent, is killed if it makes no progress for
@@ -52,14 +52,12 @@ START_S = 900.0
 MEMORY = ("weights", "kv_cache")
 """vLLM's tags of the memory that it frees when it sleeps."""
 _lingering: list[psutil.Process] = []
-"""Processes of killed vLLMs that did not end in time; they may hold the memory that the next vLLM asks for."""
+"""Killed vLLM processes that did not end in time; they may hold the memory that the next vLLM asks for."""
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove PyTorch's setting `expandable_segments` from environment variables, and keep its other settings.
-
-    vLLM frees and maps its memory itself when it sleeps and wakes, which PyTorch refuses with such segments.
-    """
+    """Removes PyTorch's setting `expandable_segments` from environment variables, keeping its other settings."""
+    # vLLM frees and maps its memory itself when it sleeps and wakes, which PyTorch refuses with such segments
     kept = dict(environment)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if name in kept:
@@ -69,16 +67,16 @@ def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str
 
 
 class VLLMProcess:
-    """The process that runs vLLM, and the requests that it works on."""
+    """The process that runs vLLM, and its running requests."""
 
     def __init__(self, scratch: Path, options: dict[str, Any], environment: dict[str, str], timeout_s: float) -> None:
-        """Start the process, and wait until it is ready.
+        """Starts the process and waits until it is ready.
 
         Args:
             scratch: folder for its log; the process removes it if its parent dies.
             options: arguments of vLLM's `LLM`.
             environment: environment variables, in addition to this process's.
-            timeout_s: the process is lost if it sends nothing for so long while it has work.
+            timeout_s: the process is lost if it sends nothing for this many seconds while it has work.
 
         Raises:
             UserError: vLLM refuses the options.
@@ -86,18 +84,18 @@ class VLLMProcess:
         """
         self.lost: EngineLost | None = None
         self.lost_at_work = False
-        """Whether it was lost while somebody waited for it, who then heard of it."""
+        """True if it was lost while a caller waited for it, who was then told."""
         self.requests: dict[int, asyncio.Queue[Chunk | EngineLost]] = {}
-        """The chunks of each request that is running, by number. Only the event loop's thread uses it."""
+        """The chunks of each running request, by number. Only the event loop's thread uses it."""
         self._timeout_s = timeout_s
         self._answers = SimpleQueue[tuple[bool, Any]]()
         self._calling = threading.Lock()
         self._sending = threading.Lock()
         self._ending = threading.Lock()
-        self._waits = False  # for the answer of a call
+        self._waits = False  # a call waits for its answer
         self._has_ended = False
         self._last = time.monotonic()
-        """When the process last sent something, or got work after it had none."""
+        """Time at which the process last sent something, or got work after it had none."""
         self._log = scratch / "log"
         self._pipe, child_end = Pipe()
         with self._log.open("wb") as file:
@@ -127,14 +125,16 @@ class VLLMProcess:
         threading.Thread(target=self._read, name="vllm", daemon=True).start()
 
     def send(self, *message: Any) -> None:
-        """Send a message; if the process is lost, its requests hear of it."""
+        """Sends a message; if the process is lost, its requests receive the error."""
+        # time without work does not count towards the time limit
         if not self.requests and not self._waits:
             self._last = time.monotonic()
+        # the thread that reads notices a lost process
         with self._sending, suppress(OSError):
             self._pipe.send(message)
 
     def call(self, method: Callable[Concatenate[VLLM, P], R], *arguments: P.args, **named: P.kwargs) -> R:
-        """Call a method in the process, and return its result. Raises `EngineLost`."""
+        """Calls a method in the process and returns its result. Raises `EngineLost`."""
         assert not named, "arguments are sent by position"
         with self._calling:
             self.send("call", method, arguments)
@@ -148,7 +148,7 @@ class VLLMProcess:
         return result
 
     def end(self) -> None:
-        """Kill the process and the worker processes of its vLLM, and wait until their memory is free."""
+        """Kills the process and vLLM's worker processes, and waits until their memory is free."""
         with self._ending:
             if not self._has_ended:
                 self._has_ended = True
@@ -156,7 +156,7 @@ class VLLMProcess:
                 _lingering.extend(child_processes.end(self._process))
 
     def _read(self) -> None:
-        """Receive messages until the process is lost or ended."""
+        """Receives messages until the process is lost or ended."""
         try:
             while True:
                 if not self._pipe.poll(min(1.0, self._timeout_s)):
@@ -184,14 +184,15 @@ class VLLMProcess:
         self.lost = error
         try:
             self.end()
-        finally:  # whatever that raises, nobody waits for ever
+        finally:  # even if that raises, no caller may wait forever
+            # wakes a caller that waits for an answer
             self._answers.put((False, error))
             event_loop.loop().call_soon_threadsafe(self._fail, error)
 
     def _deliver(self, new_tokens: list[NewTokens]) -> None:
         for number, ids, log_probs, reason in new_tokens:
             chunks = self.requests.get(number) if reason is None else self.requests.pop(number, None)
-            if chunks is not None:  # otherwise cancelled
+            if chunks is not None:  # else it was cancelled
                 chunks.put_nowait(Chunk(tuple(ids), tuple(log_probs), reason))
 
     def _fail(self, error: EngineLost) -> None:
@@ -208,24 +209,21 @@ class VLLMProcess:
 
 
 def error_of_worker(log: str) -> str | None:
-    """Find the error of a worker process of vLLM in its log: vLLM itself only says that there was one."""
+    """Finds the error of one of vLLM's worker processes in the log: vLLM itself only says that there was one."""
     error = re.search(r"^\(Worker.*?\) ERROR .*?\] ([\w.]+(?:Error|Exception): .*)$", log, re.MULTILINE)
     return None if error is None else error[1]
 
 
 def cannot_pass(error: str) -> bool:
-    """Whether vLLM would fail again, for it refuses the model or its options, or lacks a package.
-
-    Args:
-        error: the error of its start, with its type: `ValueError: ...`. Memory that others use may become free.
-    """
+    """Returns True if vLLM would fail again with this error, which begins with its type (`ValueError: ...`)."""
     kinds = r"(\w+\.)*(ValueError|TypeError|NotImplementedError|ImportError|ModuleNotFoundError): "
     refuses = re.match(kinds, error) or re.search(r"unsupported|not supported|not implemented", error, re.IGNORECASE)
+    # other processes may free their memory
     return refuses is not None and "memory" not in error.lower()
 
 
 class VLLMRollout(RolloutEngine):
-    """A rollout engine that uses vLLM.
+    """Generates with vLLM.
 
     After an `EngineLost` the next process starts with the model's initial weights: load the current weights again.
     """
@@ -247,30 +245,22 @@ class VLLMRollout(RolloutEngine):
         devices: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
-        """Prepare the options; the first call starts vLLM.
+        """Prepares the options; the first call starts vLLM.
 
         Args:
-            folder: the model's folder.
-            eos_token_ids: tokens that end a response.
-            dtype: type of the weights and the computation.
-            max_model_len: maximum number of tokens of prompt and response.
-            logprobs_mode: kind of log-probs: `processed_logprobs`, or `raw_logprobs` if the sampling truncates.
-            timeout_s: vLLM is restarted if it makes no progress for so long, in seconds.
-            on_gpu: whether vLLM runs on a GPU.
-            deterministic: whether a response must not depend on the requests beside it; only on a GPU.
-            lora_rank: maximum rank of an adapter; None: no adapters.
-            cpu_cache_gib: size of the KV cache on the CPU, in GiB.
-            tensor_parallel: number of devices that share the model, each with a worker process of vLLM.
+            logprobs_mode: `processed_logprobs`, or `raw_logprobs` if the sampling truncates.
+            timeout_s: vLLM is restarted if it makes no progress for this many seconds.
+            deterministic: make a response independent of the requests in its batch; only on a GPU.
             devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
-            options: further arguments of vLLM's `LLM`.
         """
         self.eos, self.timeout_s = eos_token_ids, timeout_s
         self.on_gpu, self.cpu_cache_gib, self.deterministic = on_gpu, cpu_cache_gib, deterministic
         self.tensor_parallel, self.devices = tensor_parallel, devices
         self.dtype: torch.dtype = getattr(torch, dtype)
+        # vLLM's `ipc` works within one GPU
         self.transfers_on_device = on_gpu and tensor_parallel == 1
         self._asleep: set[str] = set()
-        """What is not in the device's memory, by vLLM's tags."""
+        """vLLM's tags of the memory that is not on the device."""
         self._child: VLLMProcess | None = None
         self._has_started = False
         self._starting = threading.Lock()
@@ -278,6 +268,7 @@ class VLLMRollout(RolloutEngine):
         self._submitted: list[Submission] = []
         self._adapter: tuple[int, Path] | None = None
         self._loads = 0
+        # adapters and the log are written to the scratch folder, which is in memory if possible
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.scratch = Path(tempfile.mkdtemp(prefix=f"ratchet-vllm-{os.getpid()}-", dir=memory))
         self.options = {
@@ -298,11 +289,13 @@ class VLLMRollout(RolloutEngine):
             **options,
         }
         if lora_rank is not None:
+            # only the newest adapter is ever used
             self.options |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}
+        # files in /dev/shm would hold memory after this process
         atexit.register(self.close)
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Generate a response; see `RolloutEngine.stream`."""
+        # starting vLLM takes long, and must not block the event loop
         is_there = self._child is not None and self._child.lost is None
         child = self._running() if is_there else await asyncio.to_thread(self._running)
         number, chunks = next(self._numbers), asyncio.Queue[Chunk | EngineLost]()
@@ -327,16 +320,16 @@ class VLLMRollout(RolloutEngine):
         self._running().send("submit", submitted)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
-        """Replace the weights in place and clear the prefix cache; see `RolloutEngine.load_weights`."""
+        """Replaces the weights in place and clears the prefix cache; see `RolloutEngine.load_weights`."""
         child = self._running()
-        self._wake("weights")  # the cache follows when it is needed: weights on their way take memory, too
+        self._wake("weights")  # the cache wakes when it is needed: the buckets of weights take memory, too
         if adapter_config is not None:
             return self._load_adapter(child, weights, adapter_config)
         child.call(VLLM.begin_update)
         if self.transfers_on_device:
             with closing(DeviceMemory()) as memory:
                 sent = send(weights, self.dtype, [memory], partial(_deliver_on_device, child))
-                child.call(VLLM.finish_update)  # lets go of the memory, which can then be freed
+                child.call(VLLM.finish_update)  # vLLM releases the bucket, which can then be freed
         else:
             with closing(SharedMemory()) as first, closing(SharedMemory()) as second:
                 sent = send(weights, self.dtype, [first, second], partial(_deliver, child))
@@ -349,6 +342,7 @@ class VLLMRollout(RolloutEngine):
         folder.mkdir()
         sent = write_weights(weights, folder, "adapter_model")
         (folder / "adapter_config.json").write_bytes(adapter_config)
+        # vLLM knows adapters by number, so new weights need a new one
         self._adapter, old = (self._loads, folder), self._adapter
         child.call(VLLM.forget_adapter, None if old is None else old[0])
         if old is not None:
@@ -356,37 +350,32 @@ class VLLMRollout(RolloutEngine):
         return sent
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Wake vLLM or put it to sleep; see `RolloutEngine.place`."""
         if model:
             self._wake(*MEMORY)
         else:
             self._sleep(level=1)
 
     def discard(self) -> bool:
-        """Put vLLM to sleep without its weights; see `RolloutEngine.discard`."""
+        """Puts vLLM to sleep without its weights; see `RolloutEngine.discard`."""
         assert "enable_lora" not in self.options, "new adapters do not bring the base back"
         self._sleep(level=2)
         return bool(self._asleep)
 
     def _sleep(self, level: int) -> None:
-        """Put the process to sleep, if there is one whose weights are awake; its cache may be asleep.
-
-        Args:
-            level: vLLM's level: 1 keeps the weights in host memory, 2 loses them.
-        """
+        """Puts the process to sleep if its weights are awake; level 1 keeps them in host memory, level 2 loses them."""
         if self._child is not None and self._child.lost is None and "weights" not in self._asleep:
             self._child.call(VLLM.sleep, level)
             self._asleep = set(MEMORY)
 
     def _wake(self, *tags: str) -> None:
-        """Bring back what is asleep of the memory with these tags."""
+        """Wakes the sleeping memory with these tags."""
         asleep = [tag for tag in tags if tag in self._asleep]
         if self._child is not None and self._child.lost is None and asleep:
             self._child.call(VLLM.wake, asleep)
             self._asleep -= set(asleep)
 
     def close(self) -> None:
-        """End the process and remove its files."""
+        """Ends the process and removes its files."""
         self._end()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -399,7 +388,7 @@ class VLLMRollout(RolloutEngine):
             "min_p": sampling.min_p if sampling.truncates else 0.0,
             "max_tokens": limit_of(request, sampling),
             "seed": seed,
-            "logprobs": 0,  # of the sampled token
+            "logprobs": 0,  # only the sampled token's
             "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
             "stop_token_ids": [] if sampling.ignore_eos else list(self.eos),
             "stop": list(sampling.stop),
@@ -409,11 +398,11 @@ class VLLMRollout(RolloutEngine):
         }
 
     def _running(self) -> VLLMProcess:
-        """The process; it is started if there is none. Raises `EngineLost` if the last one was lost unnoticed."""
+        """Returns the process, starting it if there is none. Raises EngineLost if the last one was lost unnoticed."""
         with self._starting:
             if self._child is not None and self._child.lost is not None:
                 lost, self._child = self._child, None
-                lost.end()  # which its own thread may be doing
+                lost.end()  # its own thread may be doing so at this moment
                 if not lost.lost_at_work:
                     assert lost.lost is not None
                     raise lost.lost
@@ -426,13 +415,13 @@ class VLLMRollout(RolloutEngine):
                 if self.on_gpu and not self._has_started:
                     device_memory.await_room(self.options["gpu_memory_utilization"], torch.cuda.mem_get_info)
                 self._asleep, self._has_started = set(), True
-                # what requests without a seed draw from; the same noise after a restart would repeat earlier draws
+                # seeds requests that have no seed; the same noise after a restart would repeat earlier draws
                 options = {**self.options, "seed": secrets.randbits(32)}
                 self._child = VLLMProcess(self.scratch, options, self.environment(), self.timeout_s)
             return self._child
 
     def environment(self) -> dict[str, str]:
-        """The environment variables that vLLM's process gets in addition to this process's."""
+        """Returns the environment variables that vLLM's process gets in addition to this process's."""
         variables = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the child is already a separate process
             "VLLM_NO_USAGE_STATS": "1",
@@ -463,7 +452,7 @@ def _deliver(child: VLLMProcess, packed: Packed, memory: SharedMemory) -> None:
 
 
 def _deliver_on_device(child: VLLMProcess, packed: Packed, memory: DeviceMemory) -> None:
-    """Deliver a bucket to vLLM's backend `ipc`."""
+    """Delivers a bucket to vLLM's backend `ipc`."""
     torch.cuda.synchronize()
     bucket = {
         "names": list(packed.names),

@@ -1,4 +1,4 @@
-"""Runs vLLM in a process of its own; `vllm_engine` starts it and talks to it through a pipe."""
+"""Runs vLLM in its own process; `vllm_engine` starts it and talks to it through a pipe."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ from pathlib import Path
 from typing import Any
 
 Submission = tuple[int, list[int], dict[str, Any], "tuple[int, Path] | None"]
-"""Number of the request, token ids of its prompt, arguments of vLLM's `SamplingParams`, and number and folder of the
-LoRA adapter (None: no adapter)."""
+"""Request number, prompt ids, arguments of vLLM's `SamplingParams`, and number and folder of the LoRA adapter."""
 NewTokens = tuple[int, list[int], list[float], "str | None"]
 """Number of the request, its new tokens, their log-probs in nats, and the finish reason (None: it is incomplete)."""
 
 FLUSH_S = 0.2
-"""Seconds between messages with the new tokens of responses that have not ended. The parent takes silence for a hang.
-"""
+"""Seconds between messages with the new tokens of unfinished responses. The parent takes silence for a hang."""
 
 
 def main() -> None:
-    """Serve the parent until the pipe closes.
+    """Serves the parent until the pipe closes.
 
-    Messages of the parent are `("submit", submissions)`, `("cancel", numbers)`, and `("call", method, arguments)`,
-    with a method of `VLLM`.
-    Messages to the parent are `("tokens", new_tokens)`, `("answer", succeeded, result)`, and at the start
-    `("refused", False, reasons)` if vLLM refuses its options.
+    The parent sends `("submit", submissions)`, `("cancel", numbers)`, and `("call", method, arguments)`, with a method
+    of `VLLM`. It receives `("tokens", new_tokens)`, `("answer", succeeded, result)`, and at the start `("refused",
+    False, reasons)` if vLLM refuses its options.
     """
-    # vLLM's worker processes join this process's group, which is killed as a whole. The process that then removes their
+    # vLLM's worker processes join this process's group, which is killed as a whole. The tracker that then removes their
     # shared memory is not a member
     resource_tracker.ensure_running()
     os.setpgid(0, 0)
@@ -47,7 +44,7 @@ def main() -> None:
     try:
         engine = VLLM(options)
         pipe.send(("answer", True, None))
-    except ValidationError as error:  # vLLM refuses its options, and would again
+    except ValidationError as error:  # vLLM refuses its options; a retry would fail, too
         reasons = [reason["msg"].removeprefix("Value error, ").split("\n")[0] for reason in error.errors()]
         return pipe.send(("refused", False, "; ".join(reasons)))
     except Exception as error:
@@ -64,6 +61,7 @@ def main() -> None:
 def _serve(pipe: Connection, engine: VLLM) -> None:
     flushed = time.monotonic()
     while True:
+        # blocks while there is nothing to generate
         while pipe.poll(0 if engine.is_busy else None):
             kind, *content = pipe.recv()
             if kind == "submit":
@@ -83,7 +81,7 @@ def _serve(pipe: Connection, engine: VLLM) -> None:
 
 
 def _end_with(parent: int, scratch: Path) -> None:
-    """When the parent is gone, remove its scratch folder and end this group: a killed parent can do neither."""
+    """Removes the scratch folder and kills this process group once the parent is gone: a killed parent cannot."""
     while os.getppid() == parent:
         time.sleep(0.5)
     shutil.rmtree(scratch, ignore_errors=True)
@@ -92,7 +90,7 @@ def _end_with(parent: int, scratch: Path) -> None:
 
 @dataclass
 class _Running:
-    """A request that is running, and those of its tokens that are not sent yet."""
+    """A running request, and its tokens that are not sent yet."""
 
     number: int
     ids: list[int] = field(default_factory=list)
@@ -103,27 +101,27 @@ class VLLM:
     """The methods that the parent calls."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """Start vLLM; `options` are the arguments of vLLM's `LLM`."""
+        """Starts vLLM; `options` are the arguments of vLLM's `LLM`."""
         from vllm import LLM, SamplingParams, TokensPrompt
 
         self.llm = LLM(**options)
         self._transfer = {"packed": True} if options["weight_transfer_config"]["backend"] == "ipc" else {}
-        # log-probs are compiled when they are first asked for, which takes seconds on the CPU: a request that took so
+        # log-probs are compiled on first use, which takes seconds on the CPU: a request that took so
         # long would seem to hang, so it is part of the start
         first = SamplingParams(max_tokens=2, seed=0, logprobs=0)
         self.llm.generate(TokensPrompt(prompt_token_ids=[0]), first, use_tqdm=False)
         self._running: dict[str, _Running] = {}
         """Requests by vLLM's own id."""
         self._with_stop: set[str] = set()
-        """Those that a text may end."""
+        """Ids of requests that have stop texts."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is running."""
+        """True if a request is running."""
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def submit(self, submission: Submission) -> None:
-        """Add a request to those that run."""
+        """Adds a request to the running ones."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
@@ -140,7 +138,7 @@ class VLLM:
             self._with_stop.add(own_id)
 
     def cancel(self, numbers: list[int]) -> None:
-        """Remove requests."""
+        """Removes requests."""
         gone = set(numbers)
         cancelled = [own_id for own_id, running in self._running.items() if running.number in gone]
         self.llm.llm_engine.abort_request(cancelled, internal=True)
@@ -148,10 +146,10 @@ class VLLM:
             self._forget(own_id)
 
     def step(self) -> list[NewTokens]:
-        """Generate a token for every running request; returns the last tokens of the responses that have ended."""
+        """Generates a token for every running request; returns the last tokens of responses that have ended."""
         engine = self.llm.llm_engine
         outputs = engine.engine_core.get_output().outputs
-        # to build an output object takes vLLM longer than everything else that follows a step, for each request: it
+        # building an output object takes vLLM longer than everything else after a step: per request, it
         # gets only what it has to decide or to clear away
         decides = [one for one in outputs if one.finish_reason is not None or one.request_id in self._with_stop]
         processed = engine.output_processor.process_outputs(decides)
@@ -173,7 +171,7 @@ class VLLM:
         return ended
 
     def new_tokens(self) -> list[NewTokens]:
-        """The tokens of running requests since the last call."""
+        """Returns the tokens that running requests generated since the last call."""
         new: list[NewTokens] = []
         for running in self._running.values():
             if running.ids:
@@ -186,35 +184,35 @@ class VLLM:
         self._with_stop.discard(own_id)
 
     def begin_update(self) -> None:
-        """Prepare for new weights, which `update` brings."""
+        """Prepares for new weights, which `update` brings."""
         self.llm.collective_rpc("init_weight_transfer_engine", args=(self._transfer,))
         self.llm.collective_rpc("start_weight_update")
 
     def update(self, bucket: dict[str, Any]) -> None:
-        """Load a bucket of new weights; see `VLLMRollout.load_weights`."""
+        """Loads a bucket of new weights; see `VLLMRollout.load_weights`."""
         self.llm.collective_rpc("update_weights", args=(bucket,))
 
     def finish_update(self) -> None:
-        """Generate with the new weights from now on, and clear the prefix cache."""
+        """Switches to the new weights, and clears the prefix cache."""
         self.llm.collective_rpc("finish_weight_update")
         assert self.llm.reset_prefix_cache(), "a request is running: what old weights computed would be used again"
 
     def forget_adapter(self, adapter: int | None) -> None:
-        """Remove an old adapter, by number, and clear the prefix cache; the next request names the new adapter."""
+        """Removes an old adapter, by number, and clears the prefix cache; the next request names the new adapter."""
         if adapter is not None:
             self.llm.llm_engine.remove_lora(adapter)
         assert self.llm.reset_prefix_cache(), "a request is running: what old weights computed would be used again"
 
     def sleep(self, level: int) -> None:
-        """Free the cache, and the weights after a copy to host memory (level 1) or without one (level 2)."""
+        """Frees the cache, and the weights after a copy to host memory (level 1) or without one (level 2)."""
         self.llm.sleep(level=level)
 
     def wake(self, tags: list[str]) -> None:
-        """Undo `sleep` for the memory with these tags; requests run once all of it is back."""
+        """Undoes `sleep` for the memory with these tags; requests run once all of it is back."""
         self.llm.wake_up(tags=tags)
 
 
 if __name__ == "__main__":
     from ratchet.rlhf.rollout import vllm_process
 
-    vllm_process.main()  # the module under its name: the parent sends methods of this `VLLM`
+    vllm_process.main()  # not `__main__.main`: the parent pickles methods of `VLLM` under the module's own name

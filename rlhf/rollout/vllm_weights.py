@@ -1,8 +1,8 @@
 """Gives vLLM's workers new weights through host memory: a backend of vLLM's weight-transfer interface.
 
-vLLM has backends for GPUs (`ipc`, within one GPU). This one works without a GPU, and where vLLM spans several GPUs.
-Each worker process maps the same bucket and takes its share of every tensor. vLLM imports this module, which registers
-the backend, in each worker process because it is named as the workers' extension class.
+vLLM's own backend for one machine (`ipc`) works within one GPU. This one works without a GPU, and where vLLM spans
+several. Each worker process maps the same bucket and takes its share of every tensor. vLLM imports this module, which
+registers the backend, in each worker process because it is named as the workers' extension class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ratchet.rlhf.weights.buckets import Packed, mapped
 
 @dataclass
 class Start(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types
-    """What a worker needs to know beforehand: nothing."""
+    """A worker's parameters for the transfer: none."""
 
 
 @dataclass
@@ -47,10 +47,10 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls = Bucket
 
     def init_transfer_engine(self, init_info: Start) -> None:
-        """There is nothing to connect to."""
+        """Does nothing: there is no connection."""
 
     def start_weight_update(self) -> None:
-        """Let layers collect new weights until they are complete."""
+        """Makes layers collect new weights until they are complete."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
@@ -59,13 +59,14 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
         self._experts = Experts(self.model, self.device)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a bucket. vLLM's own method also waits for a GPU, which may not exist."""
+        """Loads a bucket."""
+        # vLLM's own method always waits for a GPU, which may not exist
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """Load a bucket."""
+        """Loads a bucket."""
         memory = mapped(update_info.path, update_info.nbytes)
         tensors = Packed.from_json(update_info.packed).tensors(memory)
         # a layer keeps its tensors until it is complete, and then the bucket may already hold others
@@ -76,24 +77,24 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
         )
 
     def finish_weight_update(self) -> None:
-        """Give the layers their new weights."""
+        """Gives the layers their new weights."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         self._experts.check_complete()
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """There is nothing to release."""
+        """Does nothing: there is nothing to release."""
 
 
 class Experts:
-    """Collects the matrices of a layer's experts and gives them to vLLM in three pieces.
+    """Collects the matrices of a layer's experts and gives them to vLLM stacked, in three pieces.
 
-    vLLM's `load_weights` loads each matrix by itself, and twice while it reloads: once to count its elements.
+    vLLM's `load_weights` loads each matrix separately, and twice while it reloads: once to count its elements.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Find the layers of a model on this device. Quantized or distributed experts are left to vLLM."""
+        """Finds the layers of a model on this device. Quantized or distributed experts are left to vLLM."""
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
         self._device = device
@@ -105,15 +106,11 @@ class Experts:
             and layer.moe_config.moe_parallel_config.ep_size == 1
         }
         self._stacks: dict[tuple[str, str], tuple[torch.Tensor, set[int]]] = {}
-        """What is incomplete, by layer and projection: the matrices of all experts, and which of them are there."""
+        """Incomplete stacks by layer and projection: all experts' matrices, and the numbers of those that have
+        arrived."""
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Take a tensor if it is a matrix of an expert of these layers; returns whether it is.
-
-        Args:
-            name: its name in a checkpoint.
-            tensor: it is copied.
-        """
+        """Copies a tensor if it is a matrix of an expert of these layers; returns True if it is."""
         match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name)
         layer = None if match is None else self._layers.get(match[1])
         if match is None or layer is None:
@@ -144,7 +141,7 @@ class Experts:
         return True
 
     def check_complete(self) -> None:
-        """Raise ValueError if matrices are missing: the layers would keep all of their old ones."""
+        """Raises ValueError if matrices are missing: the layers would keep all of their old ones."""
         if self._stacks:
             incomplete = ", ".join(
                 f"{len(there)} of the {len(stack)} matrices {path}.*.{projection}.weight"
@@ -154,14 +151,12 @@ class Experts:
 
 
 def _pack_experts_again(model: torch.nn.Module) -> None:
-    """Make layers with experts pack their new weights for the CPU's kernel, as they packed the first ones.
-
-    vLLM 0.32 packs them only when it builds the kernel, and would copy new weights over the packed ones as they are.
-    """
+    """Makes layers with experts pack their new weights for the CPU's kernel, as they packed the first ones."""
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None  # so that it is built again
+            # vLLM 0.32 packs only when it builds the kernel, and would copy new weights over the packed ones unpacked
+            method.moe_kernel = None
 
 
 class Extension:

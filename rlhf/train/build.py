@@ -1,4 +1,4 @@
-"""Builds train engines from the config; the packages that an engine needs are imported when it is built."""
+"""Builds train engines from the config, importing an engine's packages only when it is built."""
 
 from __future__ import annotations
 
@@ -26,21 +26,9 @@ def train_engine(
     kernels: Kernels = "torch",
     trainable: bool = True,
 ) -> ModelEngine:
-    """Build the train engine of a model.
+    """Builds the train engine that `trainer.engine` names, of a model with float32 weights or its skeleton.
 
-    Args:
-        trainer: the trainer's section of the config.
-        model: the model with float32 weights, or its skeleton.
-        head: outputs of the model.
-        dtype: type of the computation.
-        kernels: what computes the layers.
-        trainable: whether the model is trained; False for a reference.
-
-    Returns:
-        The engine that `trainer.engine` names.
-
-    Raises:
-        UserError: the model does not support an option of the trainer.
+    Raises UserError if the model does not support an option of the trainer.
     """
     options: dict[str, Any] = {
         "dtype": dtype,

@@ -30,10 +30,10 @@ ZeroStage = Literal[0, 1, 2, 3]
 
 
 class DeepSpeedEngine(ModelEngine):
-    """A train engine that uses DeepSpeed.
+    """Trains with DeepSpeed.
 
     With bfloat16 the model itself is in bfloat16; the optimizer keeps float32 weights, and gradients are summed in
-    float32. Stage 1 then shards gradients as stage 2 does. In stage 0 the optimizer has no weights of its own, so the
+    float32. Stage 1 then shards gradients as stage 2 does. In stage 0 the optimizer has no separate weights, so the
     model is in float32 and computes in bfloat16.
     """
 
@@ -46,17 +46,15 @@ class DeepSpeedEngine(ModelEngine):
         offload: bool = False,
         **options: Any,
     ) -> None:
-        """Wrap a model.
+        """Wraps a model.
 
         Args:
-            model: the model with float32 weights, or its skeleton.
-            head: outputs of the model.
             stage: ZeRO stage: from 1 the optimizer state is sharded, from 2 also gradients, in 3 also parameters.
-            offload: whether optimizer state (and in stage 3 parameters) are kept in host memory.
-            options: see `ModelEngine`.
+            offload: keep optimizer state (and in stage 3 parameters) in host memory.
         """
         kept = activation_checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
-        if stage == 3 and kept == "selective":  # which its hooks within a layer do not allow: they gather parameters
+        # stage 3's hooks gather parameters within a layer, which selective checkpointing does not allow
+        if stage == 3 and kept == "selective":
             kept = True
         super().__init__(model, head, **options | {"gradient_checkpointing": kept})
         ranks.initialized()
@@ -66,12 +64,12 @@ class DeepSpeedEngine(ModelEngine):
 
         warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
         # DeepSpeed's CPU collectives would take a minute to compile, and a killed build leaves a lock on which the next
-        # build waits forever; gloo works as well.
+        # build waits forever; gloo works as well
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # without an optimizer there are only parameters to shard, which is stage 3
         stage = stage if self.trainable or stage == 3 else 0
         rounds = self.dtype == "bfloat16" and (stage > 0 or self.is_cast)
-        if rounds and stage == 1:  # whose optimizer for float32 sums of gradients cannot leave the device
+        if rounds and stage == 1:  # stage 1's optimizer for float32 gradient sums cannot leave the device
             stage = 2
         self.stage = stage
         zero: dict[str, Any] = {"stage": stage}
@@ -92,7 +90,7 @@ class DeepSpeedEngine(ModelEngine):
         }
         if self._sources and stage == 3:
             self._partition(config, torch.bfloat16 if rounds else torch.float32)
-        elif self._sources:  # in the type of the computation at once; the optimizer's weights are read afterwards
+        elif self._sources:  # directly in the type of the computation; the optimizer's weights are read later
             materialize(self.module, self.device, torch.bfloat16 if rounds else torch.float32)
         self.parameters = self._parameters()
         optimizer = self.optimizer_type.build(self.parameters.values()) if self.trainable else None
@@ -100,11 +98,11 @@ class DeepSpeedEngine(ModelEngine):
         self.optimizer = optimizer
         self.module.in_step = stage == 3
         self._accumulates = False
-        """Whether there are gradients that no step has consumed."""
+        """True while there are gradients that no step has consumed."""
         self._read()
 
     def _partition(self, config: dict[str, Any], dtype: torch.dtype) -> None:
-        """Give memory to a parameter and keep this rank's share, before the next one: no rank has the whole model."""
+        """Gives memory to one parameter at a time and keeps this rank's share: no rank ever has the whole model."""
         from deepspeed.runtime.zero import Init
 
         partitioned: list[Any] = []
@@ -126,12 +124,11 @@ class DeepSpeedEngine(ModelEngine):
             return self.engine(*inputs)  # type: ignore[no-any-return]
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Move state to the device or to host memory; see `TrainEngine.place`."""
         assert self.stage < 3, "the config refuses it: DeepSpeed keeps references to the memory of its shards"
         super().place(model=model, optimizer=optimizer)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        if self.optimizer is not None and self.stage > 0:  # its float32 weights
+        if self.optimizer is not None and self.stage > 0:  # the optimizer's float32 weights
             for group in self.optimizer.param_groups:
                 yield from group["params"]
         yield from super()._optimizer_tensors()
@@ -160,7 +157,6 @@ class DeepSpeedEngine(ModelEngine):
         return norm
 
     def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -187,7 +183,6 @@ class DeepSpeedEngine(ModelEngine):
         return tensor.to(dtype)
 
     def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
-        """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
         from deepspeed import utils
 
         parameter: Any = self.parameters[name]
@@ -209,7 +204,6 @@ class DeepSpeedEngine(ModelEngine):
                 yield TensorShard.flat(fragment.flatten()[:count], start)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole parameter."""
         parameter: Any = self.parameters[name]
         return tuple(parameter.ds_shape if self.stage == 3 else parameter.shape)
 
@@ -230,7 +224,6 @@ class DeepSpeedEngine(ModelEngine):
             utils.safe_set_local_optimizer_state(parameter, self._share(parameter, stored), kind)
 
     def _fill(self, parameter: Any, stored: RangeReader) -> None:
-        """Read what this rank holds of a parameter; see `ModelEngine._fill`."""
         from deepspeed import utils
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -247,7 +240,8 @@ class DeepSpeedEngine(ModelEngine):
             TensorShard.flat(parameter.data).fill(stored)
 
     def _share(self, parameter: Any, stored: RangeReader) -> Tensor:
-        """Read this rank's share in stage 3, padded; `safe_set_full_…` fail if a share is nothing but padding."""
+        """Reads this rank's share in stage 3, padded."""
+        # DeepSpeed's `safe_set_full_…` fail if a share is nothing but padding
         size, first = parameter.ds_tensor.numel(), ranks.rank() * parameter.ds_tensor.numel()
         share = torch.zeros(size)
         if (last := min(first + size, parameter.ds_numel)) > first:
@@ -262,7 +256,7 @@ class DeepSpeedEngine(ModelEngine):
     def _reset_optimizer(self) -> None:
         if self.optimizer is None:
             return
-        # DeepSpeed keeps gradients in many places; a step clears them all, but all ranks must take it together.
+        # DeepSpeed keeps gradients in many places; a step clears them all, but all ranks must take it together
         if ranks.largest(int(self._accumulates)):
             self._stand_still()
         for state in self.optimizer.state.values():
@@ -270,7 +264,7 @@ class DeepSpeedEngine(ModelEngine):
                 tensor.zero_()
 
     def _make_state(self) -> None:
-        """Create the optimizer state, which DeepSpeed does in its first step, by a step that changes no weights."""
+        """Creates the optimizer state, which DeepSpeed does in its first step, by a step that changes no weights."""
         assert self.optimizer is not None
         if not self.optimizer.state:
             self._stand_still()
@@ -278,7 +272,7 @@ class DeepSpeedEngine(ModelEngine):
             state["step"].fill_(self.steps)
 
     def _stand_still(self) -> None:
-        """Take a step with learning rate 0; the caller must overwrite the optimizer state."""
+        """Takes a step with learning rate 0; the caller must overwrite the optimizer state."""
         assert self.optimizer is not None
         self.optimizer_type().set(self.optimizer, lr=0.0)
         token = torch.zeros(1, dtype=torch.long, device=self.device)

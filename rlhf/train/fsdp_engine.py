@@ -3,8 +3,8 @@
 Parameters, gradients and optimizer state are sharded over the ranks and gathered layer by layer when needed (arXiv
 2304.11277). With `shard_size`, groups of ranks each hold the whole state, sharded within the group (HSDP). With
 `tensor_parallel`, adjacent ranks form a team that computes the same trajectories: the matrices of attention and MLP are
-split over the team, by columns and then by rows (arXiv 1909.08053), as the model's own plan says, and the head by
-tokens of the vocabulary; FSDP then shards each part over the teams.
+split over the team, by columns and then by rows (arXiv 1909.08053), following the model's own plan, and the head by
+vocabulary; FSDP then shards each part over the teams.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise":
 WHOLE = "embedding_rowwise"
 """Embeddings are not split over the team; FSDP shards them."""
 SUMMED = "replicated_with_grad_allreduce"
-"""Every member of the team has the parameter and applies it to its own heads, so gradients are summed over the team."""
+"""Each member of the team has the parameter and applies it to its own heads, so gradients are summed over the team."""
 
 
 class FSDPEngine(TorchEngine):
-    """A train engine that uses FSDP2, optionally with tensor parallelism."""
+    """Trains with FSDP2, optionally with tensor parallelism."""
 
     def __init__(
         self,
@@ -57,18 +57,12 @@ class FSDPEngine(TorchEngine):
         reshard_after_forward: bool = True,
         **options: Any,
     ) -> None:
-        """Wrap and shard a model.
+        """Wraps and shards a model.
 
         Args:
-            model: the model with float32 weights, or its skeleton.
-            head: outputs of the model.
-            offload: whether parameters and optimizer state are kept in host memory.
-            tensor_parallel: number of adjacent ranks that split each matrix.
-            shard_size: number of adjacent ranks that shard the state, teams included; each such group has all of it.
-                None: all ranks.
-            reshard_after_forward: whether a layer's gathered weights are freed after its forward pass. False: weights
-                are gathered, and gradients summed over ranks, once per mini-batch; both are whole until then.
-            options: see `ModelEngine`.
+            shard_size: number of adjacent ranks, teams included, that shard one copy of the state; None: all ranks.
+            reshard_after_forward: free a layer's gathered weights after its forward pass. False: weights are gathered,
+                and gradients summed over ranks, once per mini-batch; both are whole until then.
 
         Raises:
             UserError: the model does not support `tensor_parallel`.
@@ -86,7 +80,7 @@ class FSDPEngine(TorchEngine):
         return self.optimizer_type.build(*groups.values())
 
     def _round(self) -> None:
-        """FSDP rounds the weights when it gathers them."""
+        """Does nothing: FSDP rounds the weights when it gathers them."""
 
     def _place(self) -> None:
         ranks.initialized()
@@ -110,6 +104,7 @@ class FSDPEngine(TorchEngine):
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.offload else OffloadPolicy(),
         }
         blocks = set(self.model._no_split_modules or ())
+        # blocks first, so that each is gathered separately; the rest belongs to the root
         for module in self.model.modules():
             if type(module).__name__ in blocks:
                 fully_shard(module, **options)
@@ -123,12 +118,12 @@ class FSDPEngine(TorchEngine):
         if self._sources:
             self._give_memory()
         self._accumulates = False
-        """Whether there are gradients that are not summed over the ranks yet."""
+        """True while some gradients are not summed over the ranks yet."""
 
     def _give_memory(self) -> None:
-        """Give memory to the shards, which are all that this rank will hold. On the host they are cut from slabs, so
-        that FSDP does not pin each by itself."""
+        """Gives memory to this rank's shards."""
         shards = [tensor for tensor in (*self.module.parameters(), *self.module.buffers()) if tensor.is_meta]
+        # on the host, shards are cut from slabs, so that FSDP does not pin each separately
         on_host: dict[int, Tensor] = {}
         if self.offload:
             held = [shard for shard in shards if host_buffers.local_of(shard).numel()]
@@ -150,7 +145,7 @@ class FSDPEngine(TorchEngine):
         self.module._apply(placed)  # type: ignore[no-untyped-call]
 
     def _cut(self, team: DeviceMesh) -> dict[str, str]:
-        """Split the model over the team; returns the model's plan: styles by pattern of module names."""
+        """Splits the model over the team; returns the model's plan: styles by pattern of module names."""
         config = self.model.config.get_text_config()
         full_plan = (getattr(config, "base_model_tp_plan", None) or {}).items()
         plan = {pattern: style for pattern, style in full_plan if style != WHOLE}
@@ -173,10 +168,10 @@ class FSDPEngine(TorchEngine):
         return plan
 
     def _cut_head(self, team: DeviceMesh) -> None:
-        """Split the head, and an embedding that is tied to it, by tokens of the vocabulary, if the team divides it."""
+        """Splits the head, and an embedding tied to it, by vocabulary if the team divides it."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         is_tied = head.weight is embedding.weight
-        # a subclass may scale its output, which the team still has to sum
+        # a subclass of Embedding may scale its output before the team has summed it
         if head.weight.shape[0] % self.team or (is_tied and type(embedding) is not torch.nn.Embedding):
             return
         parallelize_module(head, team, ColwiseParallel())
@@ -210,6 +205,7 @@ class FSDPEngine(TorchEngine):
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
+                # equal shards on several ranks would be counted several times
                 copies = self.copies * (1 if _is_cut(parameter.grad) else self.team)
                 squares += _local(parameter.grad).float().square().sum().to(self.device) / copies
         norm = math.sqrt(float(ranks.summed(squares)))
@@ -220,10 +216,9 @@ class FSDPEngine(TorchEngine):
         return norm
 
     def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
-        """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
         tensor = self._held(kind, name)
         is_first_member = ranks.rank() % self.team == 0
-        if self.is_first_copy and (_is_cut(tensor) or is_first_member):  # otherwise another rank yields the same
+        if self.is_first_copy and (_is_cut(tensor) or is_first_member):  # else another rank yields the same
             yield from _blocks(tensor)
 
     def _fill(self, parameter: Tensor, stored: RangeReader) -> None:
@@ -231,14 +226,14 @@ class FSDPEngine(TorchEngine):
             block.fill(stored)
 
     def _reset_optimizer(self) -> None:
-        # an aborted update may have left gradients in FSDP, which only gives them up to a backward pass by all ranks
+        # an aborted update may have left gradients in FSDP, which releases them only in a backward pass by all ranks
         if self.trainable and ranks.largest(int(self._accumulates)):
             token = torch.zeros(1, dtype=torch.long, device=self.device)
             with torch.enable_grad():
                 [output] = self._call(token[None], None, token, token, 1.0, ()).values()
                 self._backward(0 * output.sum(), last=True)
         super()._reset_optimizer()
-        for module in self.module.modules():  # gathered weights are not those that are loaded now
+        for module in self.module.modules():  # gathered weights would hide those that are loaded now
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -248,9 +243,9 @@ class FSDPEngine(TorchEngine):
 
 
 def _mesh(device_type: str, copies: int, shards: int, team: int) -> DeviceMesh:
-    """Lay out the ranks. Only `shards`, which FSDP always asks for, may be a dimension of size one; all ranks in one
-    dimension use the group that they have, and models of one layout use the same groups."""
+    """Lays out the ranks in a mesh. Models of one layout use the same groups."""
     sizes = {"copies": copies, "shards": shards, "team": team}
+    # FSDP always asks for `shards`; other dimensions of size one are left out
     names = tuple(name for name, size in sizes.items() if size > 1 or name == "shards")
     layout = torch.arange(ranks.count()).view([sizes[name] for name in names])
     if len(names) == 1:
@@ -266,7 +261,7 @@ def _mesh(device_type: str, copies: int, shards: int, team: int) -> DeviceMesh:
 
 
 def _blocks(tensor: Tensor) -> Iterator[TensorShard]:
-    """Yield this rank's block of a tensor, unless it is empty."""
+    """Yields this rank's block of a tensor, unless it is empty."""
     assert isinstance(tensor, DTensor)
     block = tensor.to_local()
     if block.numel():
@@ -275,7 +270,7 @@ def _blocks(tensor: Tensor) -> Iterator[TensorShard]:
 
 
 def _is_cut(tensor: Tensor) -> bool:
-    """Tell whether a tensor is split over the team."""
+    """Returns True if a tensor is split over the team."""
     assert isinstance(tensor, DTensor)
     names = tensor.device_mesh.mesh_dim_names
     return names is not None and names[-1] == "team" and isinstance(tensor.placements[-1], Shard)

@@ -6,15 +6,9 @@ from ratchet.rlhf.config import LRScheduleConfig
 
 
 def learning_rate(peak: float, schedule: LRScheduleConfig, iteration: int) -> float:
-    """Compute the learning rate: linear warm-up from ``peak / warmup`` to `peak`, then constant or decaying.
+    """Computes the learning rate of an iteration, counted from 0.
 
-    Args:
-        peak: learning rate after the warm-up.
-        schedule: the decay ends at ``min_ratio * peak``.
-        iteration: number of the iteration, from 0.
-
-    Returns:
-        The learning rate of the iteration.
+    It warms up linearly from ``peak / warmup`` to `peak`, and is then constant, or decays to ``min_ratio * peak``.
     """
     if iteration < schedule.warmup_iterations:
         return peak * (iteration + 1) / schedule.warmup_iterations

@@ -1,12 +1,12 @@
 """`engine: megatron`: Megatron-Core's layers, its parallelism, and its distributed optimizer.
 
-Ranks split matrices and the head's vocabulary (tensor parallelism, arXiv 1909.08053), layers, in which case they pass
-micro-batches on to each other (pipelines, 1F1B, arXiv 2104.04473), sequences (context parallelism, arXiv 2407.21783) or
-experts (arXiv 2006.16668). Other ranks have copies of the model and other trajectories; with the distributed optimizer
-they shard its float32 weights and moments (ZeRO-1, arXiv 1910.02054).
+Ranks split matrices and the head's vocabulary (tensor parallelism, arXiv 1909.08053), layers (pipeline parallelism with
+1F1B, arXiv 2104.04473), sequences (context parallelism, arXiv 2407.21783) or experts (arXiv 2006.16668). Other ranks
+have copies of the model and other trajectories; with the distributed optimizer they shard its float32 weights and
+moments (ZeRO-1, arXiv 1910.02054).
 
-The model that the base class knows stays a skeleton: it says what the tensors are called on the hub. Weights, moments
-and digests are those of these tensors; `ratchet.rlhf.models.megatron_layout` says where their elements lie.
+The base class's model stays a skeleton, which names the tensors as on the hub. Weights, moments and digests are those
+of these tensors; `ratchet.rlhf.models.megatron_layout` maps their elements to Megatron's parameters.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MegatronOutputs(TokenOutputs):
     def of_hidden(
         self, hidden: Tensor, time: int, at: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        """Compute outputs from the hidden states of the last stage; `time`: length of the sequences; see `forward`."""
+        """Computes outputs from the hidden states of the last stage; `time` is the sequences' length."""
         chosen = self.decoder.chosen(hidden, time, at)
         if self.head == "policy":
             computed = self._of_policy(chosen, self.decoder.own(targets), temperature, outputs)
@@ -84,7 +84,7 @@ class MegatronOutputs(TokenOutputs):
 
 
 class MegatronEngine(ModelEngine):
-    """A train engine that uses Megatron-Core."""
+    """Trains with Megatron-Core."""
 
     module: MegatronOutputs
     outputs_type = MegatronOutputs
@@ -98,14 +98,7 @@ class MegatronEngine(ModelEngine):
         distributed_optimizer: bool = True,
         **options: Any,
     ) -> None:
-        """Build this rank's part of a model and read its weights.
-
-        Args:
-            model: the model with float32 weights, or its skeleton.
-            head: outputs of the model.
-            layout: numbers of ranks that share matrices, layers, sequences and experts.
-            distributed_optimizer: whether copies of the model shard the optimizer's weights and state.
-            options: see `ModelEngine`.
+        """Builds this rank's part of a model and reads its weights.
 
         Raises:
             UserError: there is no GPU, or Megatron does not support the model in this layout.
@@ -116,6 +109,7 @@ class MegatronEngine(ModelEngine):
             cause = str(error).partition("\n")[0]
             raise UserError(f"engine megatron needs a GPU ({cause}): use engine fsdp") from None
         kept = activation_checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
+        # the decoder expects sequences that are padded on the right
         options |= {"packing": False, "share_prompts": False}
         skeleton = Skeleton.of(model)
         config = skeleton.model.config.get_text_config()
@@ -143,12 +137,12 @@ class MegatronEngine(ModelEngine):
         blocks_of = local_layout(config, shapes, place, fused=megatron_model.has_transformer_engine())
         assert local.keys() == blocks_of.keys(), f"of other parameters: {sorted(local.keys() ^ blocks_of.keys())}"
         self._places: dict[str, list[tuple[torch.nn.Parameter, TensorBlock]]] = {name: [] for name in self.parameters}
-        """Where the elements of each tensor lie that this rank has."""
+        """This rank's elements of each tensor: Megatron's parameters, and the blocks of them."""
         for name, blocks in blocks_of.items():
             assert blocks[-1].end == local[name].numel(), f"{name} has another size"
             # Megatron sets it where it also initializes; gradients of what is not split are counted once in the norm
             local[name].tensor_model_parallel = blocks[0].is_split
-            if EXPERTS in name and not blocks[0].is_split:  # each rank's gradient is that of its tokens alone
+            if EXPERTS in name and not blocks[0].is_split:  # each rank's gradient is that of its own tokens
                 local[name].sequence_parallel = True
             for block in blocks:
                 self._places[block.hub].append((local[name], block))
@@ -189,12 +183,10 @@ class MegatronEngine(ModelEngine):
     def infer_each(
         self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> list[dict[str, pa.Array]]:
-        """Compute per-token outputs of several batches; see `InferenceEngine.infer_each`."""
         self.groups.enter()
         return super().infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 
     def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
-        """Take the optimizer steps of the plan; see `TrainEngine.update`."""
         self.groups.enter()
         try:
             return super().update(batch, objective, plan)
@@ -230,6 +222,7 @@ class MegatronEngine(ModelEngine):
         with_router: bool,
     ) -> None:
         for gradients in self._gradients():
+            # freed between updates by `_free_gradients`
             gradients.untyped_storage().resize_(gradients.numel() * gradients.itemsize)
         self.replica.zero_grad_buffer()
         if self.groups.place.stages == 1:
@@ -250,7 +243,7 @@ class MegatronEngine(ModelEngine):
         *,
         forward_only: bool,
     ) -> None:
-        """Pass micro-batches through the pipeline; the last stage calls `loss_of` for each, in order."""
+        """Passes micro-batches through the pipeline; the last stage calls `loss_of` for each, in order."""
         assert not self.weights_buffers.in_use, "the weights are not on the device"
 
         def step(numbers: Iterator[int], _: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -278,7 +271,7 @@ class MegatronEngine(ModelEngine):
         )
 
     def _summed(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        if self.groups.place.stages > 1:  # only the last stage knows what there is
+        if self.groups.place.stages > 1:  # only the last stage has metrics, and summing is collective
             for names in ranks.gathered(list(sums)):
                 for name in names:
                     sums.setdefault(name, torch.zeros((), device=self.device))
@@ -302,18 +295,17 @@ class MegatronEngine(ModelEngine):
             gradients.untyped_storage().resize_(0)
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Yield the buffers of gradients."""
+        """Yields the gradient buffers."""
         for buffer in (*self.replica.buffers, *self.replica.expert_parallel_buffers):
             yield buffer.grad_data
 
     # State.
 
     def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
-        """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
         for parameter, block in self._places[name]:
             if block.is_first:
                 values, first = self._held(kind, parameter)
-                if not self._is_sharded:  # copies tell of a share each
+                if not self._is_sharded:  # each copy yields its share of the elements
                     copies = self.groups.copies_of_experts if _is_of_expert(parameter) else self.groups.copies
                     number, count = copies.rank(), copies.size()
                     first, last = len(values) * number // count, len(values) * (number + 1) // count
@@ -323,11 +315,11 @@ class MegatronEngine(ModelEngine):
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether copies of the model shard the optimizer's weights and state."""
+        """True if copies of the model shard the optimizer's weights and state."""
         return self.trainable and isinstance(self.stepper.chained_optimizers[0], DistributedOptimizer)
 
     def _held(self, kind: str, parameter: torch.nn.Parameter) -> tuple[Tensor, int]:
-        """What this rank holds of a parameter's optimizer weights or state, flat, and where that begins in it."""
+        """Returns this rank's share of a parameter's optimizer weights or state, flat, and its offset."""
         main, first = self._main(parameter)
         if main is None:
             return torch.zeros(0, device=self.device), 0
@@ -339,8 +331,7 @@ class MegatronEngine(ModelEngine):
         return self.optimizer_buffers.readable(self.weights_buffers.readable(held)).view(-1), first
 
     def _main(self, parameter: torch.nn.Parameter) -> tuple[Tensor | None, int]:
-        """The weights that the optimizer changes, or this rank's shard of them, and where that begins; None: it has
-        none of this parameter's."""
+        """Returns the weights that the optimizer changes, or this rank's shard of them or None, and their offset."""
         if not self.trainable:
             return parameter, 0
         if not self._is_sharded:
@@ -353,7 +344,7 @@ class MegatronEngine(ModelEngine):
         return shard, stepper._get_model_param_range_map(parameter)["param"].start
 
     def _stepper_of(self, parameter: torch.nn.Parameter) -> MegatronOptimizer:
-        """The optimizer of Megatron that changes a parameter: the second if there is one, for those of experts."""
+        """Returns Megatron's optimizer of a parameter: experts have the second one, if there are two."""
         return self.stepper.chained_optimizers[-1 if _is_of_expert(parameter) else 0]
 
     def _optimizer_of(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
@@ -361,7 +352,6 @@ class MegatronEngine(ModelEngine):
         return optimizer
 
     def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
         shape = self.shape(name)
         whole = torch.zeros(torch.Size(shape).numel(), dtype=dtype, device=self.device)
         for part in self.parts(kind, name):
@@ -372,16 +362,14 @@ class MegatronEngine(ModelEngine):
             else:
                 positions = part.starts[:, None] + torch.arange(length)
                 whole[positions.to(self.device)] = values
-        # as bits, of which all but one rank's are 0: a sum of numbers would lose the sign of a zero
+        # summed as bits, which are 0 on all ranks but one: a sum of numbers would lose the sign of a zero
         ranks.summed(whole.view(torch.uint8))
         return whole.view(shape)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole parameter."""
         return tuple(self.parameters[name].shape)
 
     def load_state(self, stored: StoredState) -> None:
-        """Load the state; see `TrainEngine.load_state`."""
         self.groups.enter()
         super().load_state(stored)
 
@@ -407,11 +395,11 @@ class MegatronEngine(ModelEngine):
                 part.fill(stored)
 
     def _make_state(self) -> None:
-        """Create the optimizer state, which Megatron does in its first step."""
+        """Creates the optimizer state, which Megatron does in its first step."""
         for part in self.stepper.chained_optimizers:
             for group in part.optimizer.param_groups:
                 if not isinstance(part.optimizer, torch.optim.Optimizer) or "step" in group:
-                    group["step"] = self.steps  # of the fused optimizers of TransformerEngine and Apex
+                    group["step"] = self.steps  # the fused optimizers of TransformerEngine and Apex keep it here
                 for main in group["params"]:
                     state = part.optimizer.state[main]
                     for kind in self.optimizer_type.state:
@@ -427,7 +415,8 @@ class MegatronEngine(ModelEngine):
                 part.optimizer.state.clear()
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        if self.trainable and self.dtype == "bfloat16":  # its float32 weights; in float32 they are the model's
+        # with float32 the optimizer's weights are the model's own
+        if self.trainable and self.dtype == "bfloat16":
             for parameter in self.decoder.parameters():
                 main, _ = self._main(parameter)
                 if main is not None:
@@ -438,7 +427,7 @@ class MegatronEngine(ModelEngine):
 
 
 def _is_of_expert(parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter belongs to an expert, as Megatron marks it."""
+    """Returns True if Megatron marks a parameter as an expert's."""
     return not getattr(parameter, "allreduce", True)
 
 

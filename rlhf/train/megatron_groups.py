@@ -1,7 +1,7 @@
-"""The groups of ranks that Megatron communicates in.
+"""The groups of ranks in which Megatron communicates.
 
-Megatron keeps them in globals of a module, for one layout of one model. Models of a process may have different layouts,
-so the globals are exchanged when another model computes.
+Megatron keeps them in a module's globals, for one layout of one model. Models of a process may have different layouts,
+so the globals are swapped when another model computes.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ class Layout:
     """Numbers of ranks that share a model."""
 
     tensor: int = 1
-    """Those that share each matrix."""
+    """Ranks that share each matrix."""
     pipeline: int = 1
-    """Those that share the layers."""
+    """Ranks that share the layers."""
     context: int = 1
-    """Those that share each sequence."""
+    """Ranks that share each sequence."""
     expert: int = 1
-    """Those that share the experts of each layer; they may also share matrices or sequences, or have trajectories of
-    their own."""
+    """Ranks that share the experts of each layer; they may share matrices or sequences, or have other trajectories."""
 
 
 _create_group: Callable[..., dist.ProcessGroup | None] = parallel_state.create_group
 
 
 def _create_own(members: list[int], **options: Any) -> dist.ProcessGroup | None:
-    """Create a group only if this rank is in it. Megatron asks each rank for the groups of all, thousands at 512 ranks,
-    most of which have one member."""
+    """Creates a group only if this rank is in it."""
+    # Megatron asks each rank for the groups of all, thousands at 512 ranks, most of which have one member
     if members == [ranks.rank()]:
         return ranks.group(members, "megatron")
     return _create_group(members, **options | {"use_local_synchronization": True})
@@ -56,8 +55,8 @@ def _globals() -> dict[str, Any]:
 class MegatronGroups:
     """The groups of a layout.
 
-    Adjacent ranks share matrices, then sequences; ranks that are far apart share layers. A layout of the attention's
-    ranks and one of the experts' ranks lie over each other, in which each expert is whole.
+    Adjacent ranks share matrices, then sequences; distant ranks share layers. The attention's and the experts' ranks
+    have one layout each, over the same ranks; each expert is whole on its rank.
     """
 
     _built: ClassVar[dict[tuple[dist.ProcessGroup, Layout], MegatronGroups]] = {}
@@ -65,7 +64,7 @@ class MegatronGroups:
 
     @classmethod
     def of(cls, layout: Layout) -> MegatronGroups:
-        """Build the groups, or return those of an earlier model of this layout; all ranks must make the same call."""
+        """Builds the groups, or returns those of an earlier model of this layout; all ranks must make the same call."""
         ranks.initialized()
         world = dist.group.WORLD
         assert world is not None
@@ -74,7 +73,8 @@ class MegatronGroups:
         return cls._built[world, layout]
 
     def __init__(self, layout: Layout) -> None:
-        """Build the groups; use `of`."""
+        """Use `of` instead."""
+        # Megatron refuses to initialize groups twice
         vars(parallel_state).update(copy.deepcopy(self._empty))
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -85,7 +85,7 @@ class MegatronGroups:
             create_gloo_process_groups=False,
         )
         if not get_cuda_rng_tracker().is_initialized():
-            # of a generator that is never used, because nothing in the models is random
+            # Megatron requires this generator; nothing in the models is random, so it is never used
             with torch.random.fork_rng():
                 model_parallel_cuda_manual_seed(0)
         self._held = _globals()
@@ -105,11 +105,11 @@ class MegatronGroups:
         """The ranks that share sequences with this one."""
         self.share = ranks.Share(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
         self.counts = self.place.is_last_stage and self.place.tensor == self.place.context == 0
-        """Whether this rank is the first of those that have the results of its trajectories."""
+        """True if this rank is the first of those that have the results of its trajectories."""
         self.copies: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
         """The ranks that have the same parameters as this one, except the experts'."""
         self.copies_of_experts: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
 
     def enter(self) -> None:
-        """Make Megatron use these groups."""
+        """Makes Megatron use these groups."""
         vars(parallel_state).update(self._held)

@@ -1,4 +1,4 @@
-"""Splitting a batch into micro-batches within a token budget."""
+"""Splits a batch into micro-batches within a token budget."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ if TYPE_CHECKING:
     from ratchet.rlhf.models.segments import Segments
 
 MASKED = 2**26
-"""Largest size of the masks of shared prompts, in elements."""
+"""Maximum size of the masks of shared prompts, in elements."""
 Layout = Literal["padded", "packed", "shared"]
-"""How a micro-batch holds its sequences, each a prompt and its response. padded: one per row, padded on the right.
-packed: one after the other in one row. shared: one row with each prompt once, then all responses."""
+"""Arrangement of a micro-batch's sequences, each a prompt and its response.
+
+padded: one per row, padded on the right. packed: one after the other in one row. shared: one row with each prompt once,
+then all responses.
+"""
 
 
 def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -> list[np.ndarray]:
-    """Split rows into pieces within a token budget, longest rows first, so that memory peaks early rather than late.
+    """Splits rows into pieces within a token budget, longest rows first, so that memory peaks early rather than late.
 
     Args:
-        lengths: length of each row in tokens, shape (rows,).
         budget: maximum size of a piece in tokens; a longer row is a piece by itself.
-        packed: whether the size of a piece is the sum of its lengths; otherwise rows x longest, padding included.
-
-    Returns:
-        Row numbers of each piece.
+        packed: the size of a piece is the sum of its lengths; otherwise rows x longest, padding included.
     """
     pieces: list[np.ndarray] = []
     order = np.argsort(-lengths, kind="stable")
@@ -47,51 +46,30 @@ def by_token_budget(lengths: np.ndarray, budget: int, *, packed: bool = False) -
 
 
 def deal(lengths: np.ndarray, budget: int, teams: int, *, packed: bool = False) -> list[list[np.ndarray]]:
-    """Deal rows to teams of ranks by length, and split each team's rows into pieces within a token budget.
+    """Deals rows to teams of ranks by length, and splits each team's rows into pieces; see `by_token_budget`.
 
-    The teams' numbers of tokens differ by at most the longest row. Every team gets the same number of pieces, because
-    the ranks of a sharded model compute in lockstep; a piece may be empty.
-
-    Args:
-        lengths: length of each row in tokens, shape (rows,).
-        budget: maximum size of a piece in tokens; a longer row is a piece by itself.
-        teams: number of teams.
-        packed: whether padding does not count towards the budget.
-
-    Returns:
-        Row numbers of each piece, by team.
+    The teams' numbers of tokens differ by at most the longest row. A piece may be empty.
     """
     order = np.argsort(-lengths, kind="stable")
     shares = [order[team::teams] for team in range(teams)]
     by_team = [[rows[piece] for piece in by_token_budget(lengths[rows], budget, packed=packed)] for rows in shares]
+    # every team gets the same number of pieces, because the ranks of a sharded model compute in lockstep
     most = max(len(team_pieces) for team_pieces in by_team)
     return [team_pieces + [order[:0]] * (most - len(team_pieces)) for team_pieces in by_team]
 
 
 def in_rounds(sizes: np.ndarray, teams: int) -> list[np.ndarray]:
-    """Deal pieces to teams of ranks, which compute in lockstep: a round is a piece for each team. The pieces of a round
-    are about as large, so all rounds together take at most as long as the mean of the teams and the largest piece.
+    """Deals pieces of the given sizes to teams of ranks, which compute in lockstep: a round is a piece for each team.
 
-    Args:
-        sizes: size of each piece in tokens, shape (pieces,).
-        teams: number of teams.
-
-    Returns:
-        Numbers of each team's pieces, largest first; some teams have one less than the others.
+    Pieces of a round have similar sizes, so all rounds together take at most as long as the mean of the teams and the
+    largest piece.
     """
     order = np.argsort(-sizes, kind="stable")
     return [order[team::teams] for team in range(teams)]
 
 
 def prompt_numbers(batch: TrajectoryBatch) -> np.ndarray:
-    """Number the prompts of a batch from 0, in the order of their first row; equal prompts have the same number.
-
-    Args:
-        batch: must have the column `prompt_ids`.
-
-    Returns:
-        Number of each row's prompt, shape (rows,).
-    """
+    """Numbers the prompts of a batch from 0, in the order of their first row; equal prompts have the same number."""
     ids, lengths = batch.flat("prompt_ids"), batch.lengths("prompt_ids")
     numbers: dict[bytes, int] = {}
     ends = np.cumsum(lengths)
@@ -102,18 +80,14 @@ def prompt_numbers(batch: TrajectoryBatch) -> np.ndarray:
 def by_prompt(
     prompt_of: np.ndarray, prompts: np.ndarray, responses: np.ndarray, limit: int, teams: int = 1
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Group rows by prompt; the rows of a prompt that exceed the limit are several groups, and so are those that exceed
-    a team's share, because other teams would be idle.
+    """Groups rows by prompt.
+
+    The rows of a prompt are split into several groups if they exceed the limit, or a team's share, because other teams
+    would then be idle.
 
     Args:
-        prompt_of: number of each row's prompt, shape (rows,).
-        prompts: length of each row's prompt in tokens, shape (rows,).
-        responses: number of tokens of each row after its prompt, shape (rows,).
         limit: maximum size of a group in tokens, which count a prompt once; a larger row is a group by itself.
         teams: number of teams that the groups are dealt to.
-
-    Returns:
-        Row numbers of each group, and the sizes of the groups in tokens, shape (groups,).
     """
     groups, sizes = _within_limit(prompt_of, prompts, responses, limit)
     if teams == 1:
@@ -141,17 +115,17 @@ def _within_limit(
 
 @dataclass(frozen=True)
 class Piece:
-    """What a team computes at once."""
+    """Rows that a team computes at once."""
 
     rows: np.ndarray
-    """Row numbers in the batch; none in a piece that only keeps the team in step."""
+    """Row numbers in the batch; empty in a piece that only keeps the team in step."""
     size: int
     """Tokens, padding included."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences of a prompt and its response, without the last token of the response, which predicts nothing.
+    """Sequences of a prompt and its response, without the response's last token, which predicts nothing.
 
     With causal attention no token sees the padding to its right, so no attention mask is needed. Packed sequences are
     distinguished by their positions, which restart with each sequence.
@@ -169,9 +143,9 @@ class MicroBatch:
     response_lengths: np.ndarray
     """Number of response tokens of each row."""
     copies: Int[Tensor, "sequences time"]
-    """Number of sequences that each token is part of: 0 for padding, several for a shared prompt."""
+    """Number of sequences that contain each token: 0 for padding, several for a shared prompt."""
     shared: SharedPrompts | Segments | None = None
-    """How the tokens of a row of several sequences attend to each other; None: padded."""
+    """Attention structure of a row of several sequences; None: padded."""
 
     @classmethod
     def of(
@@ -182,17 +156,7 @@ class MicroBatch:
         *,
         varlen: bool = False,
     ) -> MicroBatch:
-        """Build a micro-batch.
-
-        Args:
-            batch: must have the columns `prompt_ids` and `response_ids`.
-            rows: rows of the batch.
-            layout: how the sequences are held.
-            varlen: whether shared prompts are described by `Segments`, however short they are.
-
-        Returns:
-            The micro-batch, on the CPU.
-        """
+        """Builds a micro-batch on the CPU. With `varlen`, `Segments` describe even short shared prompts."""
         import torch
 
         from ratchet.rlhf.models.prefix_sharing import SharedPrompts
@@ -250,7 +214,7 @@ class MicroBatch:
         return int(self.response_lengths.max(initial=0))
 
     def padded(self, per_token: Float[Tensor, " tokens"]) -> Float[Tensor, "micro response"]:
-        """Pad values of the response tokens, shape (tokens,), with 0 to shape (micro-batch, response)."""
+        """Pads values of the response tokens, shape (tokens,), with 0 to shape (micro-batch, response)."""
         import torch
 
         lengths = torch.from_numpy(self.response_lengths).to(per_token.device)
@@ -259,6 +223,6 @@ class MicroBatch:
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:
-    """Count from 0 within each of the given lengths; shape (sum of the lengths,)."""
+    """Counts from 0 within each of the given lengths; shape (sum of the lengths,)."""
     starts = np.cumsum(lengths) - lengths
     return np.asarray(np.arange(int(lengths.sum())) - np.repeat(starts, lengths))

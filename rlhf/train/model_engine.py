@@ -56,22 +56,22 @@ if TYPE_CHECKING:
     from ratchet.rlhf.config.sections import Dtype, Kernels
 
 LossOf = Callable[[int, "dict[str, Tensor]"], "Tensor"]
-"""Computes the loss of a micro-batch, of which the number and the outputs are given."""
+"""Computes the loss of a micro-batch from its number and outputs."""
 WORTH_SHARING = 0.95
-"""Prompts are shared if the size of the micro-batches is then at most this share of their size with padding."""
+"""Prompts are shared if that shrinks micro-batches to at most this share of their padded size."""
 KEYS_PER_TOKEN = 8
-"""Tokens whose keys and values in attention take the memory of one token in all layers, roughly."""
+"""Tokens whose keys and values in attention take about as much memory as one token in all layers."""
 
 
 class ModelEngine(InferenceEngine, ABC):
     """A model with its optimizer.
 
-    The optimizer's weights and state, which are saved, are float32; with bfloat16 the model computes with rounded
-    weights, which are all that a model has that is not trained.
+    The optimizer's weights and state, which are saved, are float32. With bfloat16 the model computes with rounded
+    weights; a model that is not trained has no others.
     """
 
     outputs_type: ClassVar[type[TokenOutputs]] = TokenOutputs
-    """What computes outputs from the model."""
+    """The module that computes outputs from the model."""
 
     def __init__(
         self,
@@ -88,23 +88,19 @@ class ModelEngine(InferenceEngine, ABC):
         tensor_parallel: int = 1,
         optimizer: Optimizer = AdamW(),  # noqa: B008  (it is frozen)
     ) -> None:
-        """Wrap a model.
+        """Wraps a model.
 
         Args:
-            model: the model with float32 weights, or its skeleton, of which each rank reads what it holds.
+            model: the model with float32 weights, or its skeleton, of which each rank reads its share.
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
-            dtype: type of the computation.
-            trainable: whether the model is trained; False for a reference.
-            gradient_checkpointing: whether to recompute activations in the backward pass to save memory: all of them,
-                or a selection; None: a selection on a GPU.
-            kernels: what computes the layers; see `ratchet.rlhf.models.kernels`.
-            packing: whether to pack sequences one after the other instead of padding them; None: where attention has
-                a kernel for it (in bfloat16 on a GPU).
-            share_prompts: whether to compute a prompt once for all its responses in a micro-batch, where the model
-                supports it.
+            gradient_checkpointing: recompute all activations in the backward pass, or a selection, to save memory;
+                None: a selection on a GPU.
+            kernels: implementation of the layers; see `ratchet.rlhf.models.kernels`.
+            packing: pack sequences instead of padding them; None: where attention has a kernel for it (in bfloat16 on a
+                GPU).
+            share_prompts: compute a prompt once for all its responses in a micro-batch, where the model supports it.
             sequence_parallel: number of adjacent ranks that split each sequence.
             tensor_parallel: number of adjacent ranks that split each matrix.
-            optimizer: type and options of the optimizer.
 
         Raises:
             UserError: the model does not support `packing`, `sequence_parallel`, or its log-probs would be wrong.
@@ -113,7 +109,7 @@ class ModelEngine(InferenceEngine, ABC):
         model, self._sources = skeleton.model, skeleton.sources
         skeleton.read_buffers()
         self.layout = hub_layout(model)
-        """The tensors in a checkpoint, by parameter or buffer; see `hub_layout`."""
+        """Checkpoint tensors by parameter or buffer; see `hub_layout`."""
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
         varlen = prefix_sharing.has_kernel(model, ranks.device(), getattr(torch, dtype))
         self.module = self.outputs_type(
@@ -121,13 +117,13 @@ class ModelEngine(InferenceEngine, ABC):
         )
         self.module.use(kernels)
         self.model = model
-        """The model inside `module`; in engines that shard it, its tensors are not whole."""
+        """The model inside `module`; engines that shard it hold parts of its tensors."""
         self.head, self.dtype, self.trainable = head, dtype, trainable
         self.packing = self.module.varlen if packing is None else packing
         sharing = sequence_parallel * tensor_parallel
         self.share = ranks.Share.of(sharing)
         self.counts = ranks.rank() % sharing == 0
-        """Whether this rank contributes the results of its part: one does, of those that compute the same part."""
+        """True if this rank contributes results: one rank does, of those that compute the same part."""
         self.device = ranks.device()
         self.weights_buffers, self.optimizer_buffers = HostBuffers(self.device), HostBuffers(self.device)
         self.optimizer_type = type(optimizer)
@@ -141,7 +137,7 @@ class ModelEngine(InferenceEngine, ABC):
             model.requires_grad_(False)
         self._flops = TrainingFlops.of(model)
         self.is_cast = not trainable and model.dtype == torch.bfloat16
-        """Whether the weights have the type of the computation."""
+        """True if the weights have the type of the computation."""
 
     # Defined by each engine.
 
@@ -150,31 +146,28 @@ class ModelEngine(InferenceEngine, ABC):
 
     @abstractmethod
     def _backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of a loss to those of the mini-batch; gradients are summed over ranks, not averaged.
+        """Adds the gradients of this rank's loss to those of the mini-batch, summed over ranks, not averaged.
 
-        Args:
-            loss: this rank's loss of a micro-batch, a scalar.
-            last: whether this is the last micro-batch of the mini-batch.
+        `last` marks the last micro-batch of the mini-batch.
         """
 
     @abstractmethod
     def _step(self, plan: OptimizerPlan) -> float:
-        """Clip the gradients, take the step and clear the gradients; returns the norm of the gradient before clipping.
+        """Clips the gradients, takes the step and clears the gradients; returns the gradient norm before clipping.
 
-        Raises:
-            NotFinite: the norm is not finite; the state must be loaded again.
+        Raises NotFinite if the norm is not finite; the state must then be loaded again.
         """
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the trainable parameters by name (only adapters, if there are any); all if the model is not trained.
+        """Returns the trainable parameters by name (only adapters, if there are any); all if the model is not trained.
 
-        Call this after the engine has sharded the module, which may replace its parameters.
+        Called after the engine has sharded the module, which may replace its parameters.
         """
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad or not self.trainable}
 
     def _read(self) -> None:
-        """Read the weights of a skeleton. Call this after the engine has sharded the module and given it memory."""
+        """Reads the weights of a skeleton, after the engine has sharded the module and given it memory."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if name in self._sources:
@@ -183,19 +176,18 @@ class ModelEngine(InferenceEngine, ABC):
 
     @abstractmethod
     def _fill(self, parameter: torch.nn.Parameter, stored: RangeReader) -> None:
-        """Read what this rank holds of a parameter."""
+        """Reads this rank's share of a parameter."""
 
     def names(self) -> list[str]:
-        """Return the sorted names of `parameters`, which are the same on every rank."""
+        """Returns the sorted names of `parameters`, which are the same on every rank."""
         return sorted(self.parameters)
 
     @abstractmethod
     def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Gather a parameter or its optimizer state; all ranks must make the same call.
+        """Gathers a parameter or its optimizer state; all ranks must make the same call.
 
         Args:
             kind: `model`, or the name of an optimizer state (`Optimizer.state`).
-            name: name of the parameter.
             dtype: type in which ranks exchange their parts.
 
         Returns:
@@ -204,43 +196,31 @@ class ModelEngine(InferenceEngine, ABC):
 
     @abstractmethod
     def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
-        """Yield what this rank holds of a parameter or its optimizer state; no element is yielded by two ranks.
+        """Yields this rank's share of a parameter, or of its optimizer state; no element is yielded by two ranks.
 
-        Args:
-            kind: `model`, or the name of an optimizer state (`Optimizer.state`).
-            name: name of the parameter.
+        `kind` is `model`, or the name of an optimizer state (`Optimizer.state`).
         """
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole parameter."""
+        """Returns the shape of a whole parameter."""
 
     @abstractmethod
     def _load(self, kind: str, name: str, stored: RangeReader) -> None:
-        """Replace a parameter or its optimizer state; all ranks must make the same call.
-
-        Args:
-            kind: `model`, or the name of an optimizer state (`Optimizer.state`).
-            name: name of the parameter.
-            stored: the whole tensor, float32.
-        """
+        """Replaces a parameter or its optimizer state by a whole float32 tensor; all ranks must make the same call."""
 
     @abstractmethod
     def _reset_optimizer(self) -> None:
-        """Clear the optimizer state, and the gradients that an aborted update may have left."""
+        """Clears the optimizer state, and gradients left by an aborted update."""
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
         return self.module(*inputs)  # type: ignore[no-any-return]
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Move state to the device or to host memory, to make room for a model of this or another process.
+        """Moves state to the device, or to host memory to make room for a model of this or another process.
 
         Computing and loading require the weights on the device, and training all state. The state can be read
         (`weights`, `digest`, `state`) where it is.
-
-        Args:
-            model: whether the weights stay on the device.
-            optimizer: whether the optimizer state stays on the device.
         """
         if model:
             self.weights_buffers.give_back()
@@ -258,27 +238,23 @@ class ModelEngine(InferenceEngine, ABC):
             release_memory(self.device)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the optimizer, except the parameters of the model."""
+        """Yields the tensors of the optimizer, except the parameters of the model."""
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
             yield from state.values()
 
     def _free_copies(self) -> None:
-        """Free what the device holds in addition to the weights, and can be computed from them."""
+        """Frees device memory that can be computed again from the weights."""
 
     # Computing.
 
     def infer_each(
         self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> list[dict[str, pa.Array]]:
-        """Compute per-token outputs of several batches; see `InferenceEngine.infer_each`.
-
-        Rounding depends on the rows of a micro-batch, so none has rows of two batches: only the micro-batches are dealt
-        to the ranks together.
-        """
         names = tuple(outputs)
         lengths = [batch.lengths("response_ids") for batch in batches]
         starts = [np.concatenate([[0], np.cumsum(of_batch)]) for of_batch in lengths]
         flat = [{name: np.zeros(of_batch[-1], dtype=np.float32) for name in names} for of_batch in starts]
+        # rounding depends on the rows of a micro-batch, so none mixes two batches; they are only dealt together
         micro_batches = self._dealt(batches, micro_batch_tokens)
         computed = self._outputs([micro for *_, micro in micro_batches], names, temperature)
         for (number, rows, _), values_by_name in zip(micro_batches, computed, strict=True):
@@ -292,7 +268,6 @@ class ModelEngine(InferenceEngine, ABC):
         ]
 
     def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
-        """Take the optimizer steps of the plan; see `TrainEngine.update`."""
         assert self.trainable, "a reference is never updated"
         assert not self.optimizer_buffers.in_use, "the optimizer state is not on the device"
         if not plan.mini_batches:
@@ -304,15 +279,15 @@ class ModelEngine(InferenceEngine, ABC):
         return {name: value / len(plan.mini_batches) for name, value in sums.items()}
 
     def update_flops(self, batch: TrajectoryBatch, plan: OptimizerPlan) -> float:
-        """FLOPs of the plan's optimizer steps over all ranks; see `TrainEngine.update_flops`."""
         rows = np.array([row for mini_batch in plan.mini_batches for row in mini_batch], dtype=np.int64)
         return self._flops(batch.lengths("prompt_ids")[rows], batch.lengths("response_ids")[rows])
 
     def _mini_batch(self, mini_batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
-        """Take one optimizer step with the gradient of the whole mini-batch; returns the metrics by name."""
+        """Takes one optimizer step with the gradient of the whole mini-batch; returns the metrics by name."""
         normalizers = LossNormalizers.of(mini_batch.padded("loss_mask"))
         micro_batches = list(self._micro_batches(mini_batch, plan.micro_batch_tokens, objective.together))
         columns = {name: mini_batch.padded(name).float().to(self.device) for name in objective.columns}
+        # a selection compares all tokens of the mini-batch, so it needs their outputs first
         if objective.selection is not None:
             whole = self._whole(micro_batches, objective, plan, normalizers)
             columns["selected"] = objective.selection(whole, columns)
@@ -328,13 +303,16 @@ class ModelEngine(InferenceEngine, ABC):
                 {name: micro.padded(values) for name, values in outputs.items()}, part, normalizers
             )
             if router is not None and balance is not None:
+                # weighted by the micro-batch's share of the tokens, because it is a mean over tokens
                 balance = balance * (int(micro.copies.sum()) / tokens)
                 loss = loss + router.coefficient * balance
                 metrics = {**metrics, f"{objective.prefix}/{ROUTER_LOSS}": balance}
             for name, value in metrics.items():
                 sums.setdefault(name, torch.zeros((), device=self.device)).add_(
+                    # only one of the ranks that compute the same part reports it
                     value.detach() if len(rows) and self.counts else 0
                 )
+            # a repeated micro-batch keeps this rank in step, but contributes nothing
             return loss if len(rows) else 0 * loss
 
         self._accumulate(
@@ -357,14 +335,9 @@ class ModelEngine(InferenceEngine, ABC):
         *,
         with_router: bool,
     ) -> None:
-        """Compute the gradient of a mini-batch.
+        """Computes the gradient of a mini-batch from this rank's micro-batches and their losses.
 
-        Args:
-            micro_batches: this rank's share of it.
-            names: outputs of the model that the loss is computed from.
-            temperature: divisor of the logits.
-            loss_of: computes the loss of each micro-batch.
-            with_router: whether the loss needs the router's auxiliary loss.
+        `names` are the outputs that the loss reads; `with_router` adds the router's auxiliary loss.
         """
         for number, micro in enumerate(micro_batches):
             outputs = self._forward(micro, names, temperature, with_router=with_router)
@@ -373,13 +346,13 @@ class ModelEngine(InferenceEngine, ABC):
     def _outputs(
         self, micro_batches: Sequence[MicroBatch], names: tuple[str, ...], temperature: float
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the outputs of micro-batches, without gradients."""
+        """Yields the outputs of micro-batches, without gradients."""
         for micro in micro_batches:
             with torch.no_grad():
                 yield self._forward(micro, names, temperature)
 
     def _summed(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Sum metrics over the ranks."""
+        """Sums metrics over the ranks."""
         return {name: ranks.summed(value).item() for name, value in sums.items()}
 
     def _whole(
@@ -389,7 +362,7 @@ class ModelEngine(InferenceEngine, ABC):
         plan: OptimizerPlan,
         normalizers: LossNormalizers,
     ) -> dict[str, Tensor]:
-        """Compute the model's outputs for the whole mini-batch, without gradients, shape (batch, response)."""
+        """Computes the model's outputs for the whole mini-batch, without gradients, shape (batch, response)."""
         local_rows = sum(len(rows) for rows, _ in micro_batches) if self.counts else 0
         total_rows = int(ranks.summed(torch.tensor(local_rows, device=self.device)))
         whole = {name: torch.zeros((total_rows, normalizers.horizon), device=self.device) for name in objective.outputs}
@@ -400,11 +373,10 @@ class ModelEngine(InferenceEngine, ABC):
         return {name: ranks.summed(values) for name, values in whole.items()}
 
     def _dealt(self, batches: Sequence[TrajectoryBatch], budget: int) -> list[tuple[int, np.ndarray, MicroBatch]]:
-        """Split batches into micro-batches, and deal these to the ranks.
+        """Splits batches into micro-batches, and deals these to the ranks.
 
         Returns:
-            Number of the batch, rows and micro-batch of each that this rank computes. One without rows repeats another,
-            to stay in step with the other ranks; its result is discarded.
+            Batch number, rows and micro-batch of each of this rank's.
         """
         split = [self._split(batch, budget) for batch in batches]
         pieces = [
@@ -416,6 +388,7 @@ class ModelEngine(InferenceEngine, ABC):
         by_team = in_rounds(np.array([piece.size for _, piece in pieces], dtype=np.int64), self.share.shares)
         own = [(pieces[index], True) for index in by_team[self.share.number]]
         if len(own) < len(by_team[0]):
+            # repeats a piece to stay in step with the other ranks; its result is discarded
             own.append((pieces[by_team[0][-1]], False))
         return [
             (
@@ -429,14 +402,14 @@ class ModelEngine(InferenceEngine, ABC):
     def _micro_batches(
         self, batch: TrajectoryBatch, budget: int, together: int = 1
     ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """Split this rank's share of a batch into micro-batches; yields their rows and the micro-batches.
+        """Splits this rank's share of a batch into micro-batches; yields their rows and the micro-batches.
 
-        `together` consecutive rows stay in the same micro-batch. A piece without rows repeats another, to stay in step
-        with the other ranks; its result is discarded.
+        `together` consecutive rows stay in the same micro-batch.
         """
         layout, by_team = self._split(batch, budget, together)
         pieces = [piece for piece in chain.from_iterable(by_team) if len(piece.rows)]
         for piece in by_team[self.share.number]:
+            # a piece without rows repeats another, to stay in step with the other ranks; its result is discarded
             computed = piece if len(piece.rows) else min(pieces, key=lambda piece: piece.size)
             yield piece.rows, self._micro_batch(batch, computed, layout)
 
@@ -444,7 +417,7 @@ class ModelEngine(InferenceEngine, ABC):
         return MicroBatch.of(batch, piece.rows, layout, varlen=self.module.varlen)
 
     def _split(self, batch: TrajectoryBatch, budget: int, together: int = 1) -> tuple[Layout, list[list[Piece]]]:
-        """Choose the layout of a batch's micro-batches, and their rows by team; the same on every rank."""
+        """Chooses the layout of a batch's micro-batches, and their rows by team; the same on every rank."""
         prompts, responses = batch.lengths("prompt_ids"), np.maximum(batch.lengths("response_ids") - 1, 0)
         lengths = (prompts + responses).reshape(-1, together)
         layout: Layout = "packed" if self.packing else "padded"
@@ -456,7 +429,7 @@ class ModelEngine(InferenceEngine, ABC):
             shared = by_prompt(prompt_of, prompts, read, budget, self.share.shares)
             padded = sum(len(rows) * sizes[rows].max() for rows in by_token_budget(sizes, budget))
             repeats = len(np.unique(prompt_of)) < len(batch)
-            if self.module.varlen:  # then packing needs no shared prompts
+            if self.module.varlen:  # packing needs no shared prompts there
                 is_shared = repeats and shared[1].sum() <= WORTH_SHARING * (sizes.sum() if self.packing else padded)
             else:
                 # on a GPU, whole sequences without padding would need a mask, and so a slower kernel
@@ -477,9 +450,9 @@ class ModelEngine(InferenceEngine, ABC):
     def _forward(
         self, micro: MicroBatch, outputs: Iterable[str], temperature: float, *, with_router: bool = False
     ) -> dict[str, Tensor]:
-        """Compute outputs by name, shape (response tokens of the micro-batch,).
+        """Computes outputs by name, shape (response tokens of the micro-batch,).
 
-        They include the scalar `router_aux_loss` if it is asked for by `with_router`.
+        `with_router` adds the scalar `router_aux_loss`.
         """
         assert not self.weights_buffers.in_use, "the weights are not on the device"
         positions = None if micro.position_ids is None else micro.position_ids.to(self.device)
@@ -489,7 +462,7 @@ class ModelEngine(InferenceEngine, ABC):
         return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared, copies)
 
     def _from_all(self, values: np.ndarray) -> np.ndarray:
-        """Combine the values of all ranks; each rank has filled in its own rows and left the others 0."""
+        """Combines the values of all ranks, each of which has filled in its own rows and left the others 0."""
         if ranks.count() == 1:
             return values
         return ranks.summed(torch.from_numpy(values).to(self.device)).cpu().numpy()
@@ -502,7 +475,6 @@ class ModelEngine(InferenceEngine, ABC):
     # State as whole, logical tensors, whatever the layout. Each tensor has an owner rank, which writes it.
 
     def digest(self) -> str:
-        """Compute the digest of weights and optimizer state, which does not depend on their layout."""
         tensors = [(kind, name) for kind in self._kinds() for name in self.names()]
         parts = {f"{kind}.{name}": self.parts(kind, name) for kind, name in tensors}
         shapes = {f"{kind}.{name}": self.shape(name) for kind, name in tensors}
@@ -510,9 +482,9 @@ class ModelEngine(InferenceEngine, ABC):
         return state_digest.of_parts(parts, shapes, json.dumps([self.steps, buffers], sort_keys=True))
 
     def state(self) -> dict[str, bytes]:
-        """Return this rank's files by name: its share of the tensors, in the layout that `from_pretrained` reads.
+        """Returns this rank's files by name: its share of the tensors, in the layout that `from_pretrained` reads.
 
-        Adapters are written in the layout of PEFT, which allows a single file: rank 0 writes it.
+        Adapters are written in PEFT's layout, which allows a single file: rank 0 writes it.
         """
         adapted, count = lora.has(self.model), ranks.count()
         part = "" if count == 1 else f"-{ranks.rank() + 1:05d}-of-{count:05d}"
@@ -528,6 +500,7 @@ class ModelEngine(InferenceEngine, ABC):
             {f"{kind}.{name}": (torch.float32, self.shape(name)) for kind, name in own if kind != "model"}
         )
         for (kind, name), owner in owners.items():
+            # gathering is collective: every rank takes part
             whole = self.get(kind, name)
             if owner == ranks.rank():
                 (weights if kind == "model" else moments).write(whole)
@@ -548,11 +521,7 @@ class ModelEngine(InferenceEngine, ABC):
         return files
 
     def load_state(self, stored: StoredState) -> None:
-        """Load the state; each rank reads what it holds.
-
-        Args:
-            stored: the files of all ranks that wrote the state; their number may differ from the ranks now.
-        """
+        """Loads the state, of which each rank reads its share, from the files of any number of ranks."""
         names, buffers = self.names(), self._buffers()
         weights = self._stored(stored)
         state = stored.file("state.json")
@@ -566,6 +535,7 @@ class ModelEngine(InferenceEngine, ABC):
             for name, buffer in buffers.items():
                 buffer.copy_(weights[name].whole())
             self.steps = json.loads(state)["steps"]
+            # before the first step there is no optimizer state
             if self.steps:
                 moments = stored.moments
                 for kind in self.optimizer_type.state:
@@ -573,17 +543,16 @@ class ModelEngine(InferenceEngine, ABC):
                         self._load(kind, name, moments[f"{kind}.{name}"])
 
     def follow(self, other: ModelEngine, share: float) -> None:
-        """Move the weights a share of the way to another engine's: w + share (other - w), computed in float32.
+        """Moves the weights a share of the way to another engine's: w + share (other - w), computed in float32.
 
-        Args:
-            other: an engine of the same model, on the same ranks; all of them must make the same call.
-            share: 1: copy the weights.
+        The other engine holds the same model on the same ranks; all of them must make the same call. Share 1 copies the
+        weights.
         """
         assert not self.trainable, "an optimizer would not know"
         assert not self.weights_buffers.in_use, "the weights are not on the device"
         buffers = other._buffers()
         with torch.no_grad():
-            for name in self.names():  # one tensor at a time is whole
+            for name in self.names():  # only one tensor at a time is gathered
                 weights = other.get("model", name)
                 if share < 1:
                     own = self.get("model", name)
@@ -593,7 +562,7 @@ class ModelEngine(InferenceEngine, ABC):
                 buffer.copy_(buffers[name])
 
     def _stored(self, stored: StoredState) -> dict[str, StoredTensor]:
-        """The stored parameters and buffers, by their names in the model."""
+        """Returns the stored parameters and buffers, by their names in the model."""
         shapes = {name: self.shape(name) for name in self.names()}
         shapes |= {name: tuple(buffer.shape) for name, buffer in self._buffers().items()}
         unread, weights = dict(stored.weights), {}
@@ -605,10 +574,9 @@ class ModelEngine(InferenceEngine, ABC):
         return weights
 
     def weights(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's tensors under their names in a checkpoint, whole, on every rank; all ranks must iterate.
+        """Yields the model's tensors under their names in a checkpoint, whole, on every rank; all ranks must iterate.
 
-        Args:
-            dtype: type of the parameters.
+        `dtype` is that of the parameters; buffers keep theirs.
         """
         for name in self.names():
             yield from split(self.get("model", name, dtype).detach(), self.layout[name])
@@ -617,27 +585,28 @@ class ModelEngine(InferenceEngine, ABC):
 
     @property
     def adapter_config(self) -> bytes | None:
-        """PEFT's config as JSON; None if the model has no adapters."""
+        """PEFT's config as JSON; None without adapters."""
         return lora.config_json(self.model) if lora.has(self.model) else None
 
     def _owners(self) -> dict[tuple[str, str], int]:
-        """The rank that writes each tensor, by kind and name; all ranks write about the same number of elements."""
+        """Returns the rank that writes each tensor, by kind and name; all ranks write about equally many elements."""
         written = [0] * ranks.count()
         owners: dict[tuple[str, str], int] = {}
         sizes = {name: torch.Size(self.shape(name)).numel() for name in self.names()}
         for kind in self._kinds():
             for name in sorted(sizes, key=lambda name: -sizes[name]):
+                # PEFT's layout has a single file
                 owner = 0 if kind == "model" and lora.has(self.model) else written.index(min(written))
                 written[owner] += sizes[name]
                 owners[kind, name] = owner
         return owners
 
     def _kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that the state has."""
+        """Returns the kinds of tensors in the state."""
         return ("model", *(self.optimizer_type.state if self.trainable and self.steps else ()))
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that a checkpoint contains (not derived ones, such as rotary frequencies)."""
+        """Returns the buffers that a checkpoint contains (not derived ones, such as rotary frequencies)."""
         if lora.has(self.model):
             return {}
         names = self.model.state_dict().keys() - set(self.names())
@@ -649,20 +618,20 @@ class WithoutAdapters(InferenceEngine):
     """The reference of a LoRA actor: the actor with its adapters off, which takes no extra memory."""
 
     def __init__(self, actor: ModelEngine) -> None:
-        """Wrap an actor that has adapters."""
+        """Wraps an actor that has adapters."""
         self.actor = actor
 
     def infer_each(
         self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
     ) -> list[dict[str, pa.Array]]:
-        """Compute per-token outputs of the base model; see `InferenceEngine.infer_each`."""
+        """Computes per-token outputs of the base model; see `InferenceEngine.infer_each`."""
         infer_each = self.actor.infer_each
         with lora.off(self.actor.model):
             return infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 
 
 def float32_model(engine: ModelEngine) -> PreTrainedModel:
-    """Copy the model of an engine that does not shard it, with the float32 weights that the optimizer keeps."""
+    """Copies the model of an engine that does not shard it, with the float32 weights that the optimizer keeps."""
     model = copy.deepcopy(engine.model).float()
     copy_weights(engine.weights(), model)
     return model
@@ -674,5 +643,5 @@ def _sha256(tensor: Tensor) -> str:
 
 
 def not_finite(norm: float) -> NotFinite:
-    """Build the error for a gradient whose norm is not finite."""
+    """Builds the error for a gradient norm that is not finite."""
     return NotFinite(f"the gradient's norm is {norm}; nothing of this update is committed")

@@ -1,4 +1,4 @@
-"""Measures model FLOPs utilization and memory of updates."""
+"""Measures the model FLOPs utilization and the memory of updates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "A10": 125e12,
 }
-"""Dense bfloat16 FLOPs per second, by a part of the GPU's name; the first that matches counts."""
+"""Dense bfloat16 FLOPs per second, by a part of the GPU's name; the first match counts."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TrainingFlops:
     """FLOPs of a forward and a backward pass, without recomputation.
 
     A weight and a token take two FLOPs forwards and four backwards, or two if the weight is frozen. In attention, each
-    pair of tokens that see each other takes as much for each element of queries and of values. Of experts, those that a
+    pair of tokens that see each other takes as much for each element of queries and of values. Only the experts that a
     token is routed to count. The head computes response tokens only.
     """
 
@@ -43,7 +43,7 @@ class TrainingFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TrainingFlops:
-        """Count the weights of a model, before an engine shards it."""
+        """Counts the weights of a model, before an engine shards it."""
         config = model.config.get_text_config()
         embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings()
         head_weight = None if head is None else head.weight
@@ -64,12 +64,7 @@ class TrainingFlops:
         )
 
     def __call__(self, prompts: np.ndarray, responses: np.ndarray) -> float:
-        """FLOPs of some trajectories, each with its own prompt.
-
-        Args:
-            prompts: lengths of the prompts in tokens, shape (trajectories,).
-            responses: lengths of the responses, same shape.
-        """
+        """Returns the FLOPs of some trajectories, each with its own prompt; lengths are in tokens."""
         lengths = (prompts + np.maximum(responses - 1, 0)).astype(np.float64)
         pairs = lengths * (lengths + 1) / 2
         return float(
@@ -78,14 +73,9 @@ class TrainingFlops:
 
 
 def utilization(flops: float, seconds: float) -> float | None:
-    """The share of the peak of all ranks' GPUs that a computation reached.
+    """Returns a computation's share of the peak FLOPs of all ranks' GPUs.
 
-    Args:
-        flops: FLOPs of the computation, over all ranks.
-        seconds: its time.
-
-    Returns:
-        The share; None if the peak of the device is unknown, or there was nothing to compute.
+    `flops` counts all ranks. None if the device's peak is unknown, or there was nothing to compute.
     """
     if ranks.device().type != "cuda" or not flops:
         return None
@@ -95,7 +85,7 @@ def utilization(flops: float, seconds: float) -> float | None:
 
 
 def memory() -> dict[str, float]:
-    """Memory by metric, in GiB: of the fullest GPU since its process began, and in use on this machine."""
+    """Returns memory by metric, in GiB: peaks of the fullest GPU since its process began, and use of this machine."""
     used = {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / GIB}
     if ranks.device().type != "cuda":
         return used

@@ -40,11 +40,10 @@ class RewardEngine:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Move a model to this rank's device.
+        """Moves a model to this rank's device.
 
         Args:
             model: a sequence classifier (`scores`) or a token classifier (`steps`).
-            tokenizer: the reward model's own tokenizer.
         """
         from ratchet.rlhf.distributed.host_buffers import HostBuffers
 
@@ -54,18 +53,7 @@ class RewardEngine:
         self.padding = model.config.get_text_config().pad_token_id
 
     def scores(self, conversations: Sequence[tuple[Messages, str]], *, micro_batch_tokens: int) -> list[float]:
-        """Score responses with a sequence classifier.
-
-        Args:
-            conversations: prompt and response of each conversation.
-            micro_batch_tokens: maximum number of tokens per forward pass, including padding.
-
-        Returns:
-            One score per conversation.
-
-        Raises:
-            UserError: a conversation is too long for the model.
-        """
+        """Scores responses with a sequence classifier; `conversations` are pairs of prompt and response."""
         ids = [
             self._tokens(with_response(messages, response, self.tokenizer)[0]).ids
             for messages, response in conversations
@@ -78,15 +66,7 @@ class RewardEngine:
     def steps(
         self, conversations: Sequence[tuple[Messages, str]], separator: str, *, micro_batch_tokens: int
     ) -> list[list[Step]]:
-        """Score the steps of responses with a token classifier, at the last token of each step.
-
-        Args:
-            conversations: prompt and response of each conversation.
-            separator: text that ends a step.
-            micro_batch_tokens: maximum number of tokens per forward pass, including padding.
-
-        Returns:
-            The steps of each response.
+        """Scores the steps of responses, ended by `separator`, with a token classifier at their last tokens.
 
         Raises:
             UserError: a conversation is too long for the model, the tokenizer does not report character offsets, or
@@ -102,6 +82,7 @@ class RewardEngine:
                     "the reward model's chat template changes a response, so its steps cannot be located: "
                     f"{written.text!r}"
                 )
+            # templates may strip the end of a response
             kept = len(response.rstrip()) if self.tokenizer.chat_template else len(response)
             ends.append(step_ends(response, separator))
             ends_in_text = [start + min(end, kept) for end in ends[-1]]
@@ -118,12 +99,7 @@ class RewardEngine:
         return self._from_all(steps, len(ids))
 
     def place(self, *, model: bool, optimizer: bool) -> None:
-        """Move the model to the device or to host memory.
-
-        Args:
-            model: whether the model is on the device.
-            optimizer: ignored; there is no optimizer.
-        """
+        """Moves the model to the device or to host memory; `optimizer` is ignored."""
         from ratchet.rlhf.distributed.host_buffers import release_memory
 
         if model:
@@ -132,12 +108,12 @@ class RewardEngine:
             release_memory(self.model.device)
 
     def _tokens(self, written: Rendered) -> Tokens:
-        """Tokenize a conversation; without a chat template, which writes special tokens itself, prepend the initial
-        ones."""
+        """Tokenizes a conversation."""
         if self.tokenizer.is_fast:
             ids, spans = tokens(written, self.tokenizer)
         else:
             ids, spans = token_ids(written, self.tokenizer), []
+        # a chat template writes special tokens itself
         before = [] if self.tokenizer.chat_template else beginning(ids, self.tokenizer)
         ids = [*before, *ids]
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -149,7 +125,7 @@ class RewardEngine:
         return Tokens(ids, [*[(0, 0)] * len(before), *spans])
 
     def _logits(self, ids: list[list[int]], budget: int) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
-        """Yield rows and logits of each piece of this rank's share, float32, on the CPU."""
+        """Yields rows and logits of each piece of this rank's share, float32, on the CPU."""
         import torch
 
         lengths = np.array([len(row) for row in ids])
@@ -170,13 +146,11 @@ class RewardEngine:
                 )
 
     def _padding(self, ids: list[list[int]], rows: np.ndarray) -> int:
-        """Return the padding token for a piece.
-
-        A decoder scores the last token that is not padding. If the model defines no padding token, a token that none of
-        the conversations contains is used, so that several conversations can be scored at once.
-        """
+        """Returns the padding token for a piece."""
         if self.padding is not None:
             return int(self.padding)
+        # a decoder scores the last token that is not padding; a token that occurs nowhere lets several be scored at
+        # once
         used = {token for row in rows for token in ids[row]}
         config = self.model.config.get_text_config()
         config.pad_token_id = next(token for token in range(config.vocab_size) if token not in used)
@@ -192,15 +166,7 @@ class RewardEngine:
 
 
 def step_ends(response: str, separator: str) -> list[int]:
-    """Find the ends of the steps of a response.
-
-    Args:
-        response: text of the response.
-        separator: text that ends a step.
-
-    Returns:
-        End of each step, in characters, including its separator. Blank text is not a step.
-    """
+    """Finds the ends of a response's steps, in characters, including their separators. Blank text is not a step."""
     ends: list[int] = []
     begin = 0
     while begin < len(response):
@@ -213,15 +179,7 @@ def step_ends(response: str, separator: str) -> list[int]:
 
 
 def text_lengths(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Compute the length of the text up to and including each token.
-
-    Args:
-        ids: token ids.
-        tokenizer: a fast tokenizer.
-
-    Returns:
-        Cumulative number of characters in the text of the response, shape (tokens,).
-    """
+    """Returns the number of characters up to and including each token, with a fast tokenizer."""
     from tokenizers.decoders import DecodeStream
 
     stream, left_out = DecodeStream(skip_special_tokens=False), around_turns(tokenizer)

@@ -29,16 +29,10 @@ if TYPE_CHECKING:
 
 
 class TorchEngine(ModelEngine):
-    """A train engine that uses plain PyTorch."""
+    """Trains with plain PyTorch."""
 
     def __init__(self, model: PreTrainedModel | Skeleton, head: Head, **options: Any) -> None:
-        """Wrap a model.
-
-        Args:
-            model: the model with float32 weights, or its skeleton.
-            head: outputs of the model.
-            options: see `ModelEngine`.
-        """
+        """Wraps a model; the options are those of `ModelEngine`."""
         super().__init__(model, head, **options)
         self._rounded: dict[str, torch.nn.Parameter] = {}
         """The model's bfloat16 parameters, whose float32 weights are in `parameters`."""
@@ -56,7 +50,7 @@ class TorchEngine(ModelEngine):
         materialize(self.module, self.device)
 
     def _round(self) -> None:
-        """Make the model compute in bfloat16."""
+        """Makes the model compute in bfloat16."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 self._rounded[name] = parameter
@@ -90,11 +84,10 @@ class TorchEngine(ModelEngine):
         return norm
 
     def _clip(self, limit: float) -> float:
-        """Scale the gradient so that its norm is at most `limit`; returns the norm before scaling."""
+        """Scales the gradient so that its norm is at most `limit`; returns the norm before scaling."""
         return float(self._gathered(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)))
 
     def get(self, kind: str, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Gather a parameter or its optimizer state; see `ModelEngine.get`."""
         if kind == "model" and name in self._rounded and dtype == torch.bfloat16:
             return self.weights_buffers.readable(self._rounded[name].data)
         held = self._held(kind, name)
@@ -103,15 +96,13 @@ class TorchEngine(ModelEngine):
         return self._gathered(held)
 
     def parts(self, kind: str, name: str) -> Iterator[TensorShard]:
-        """Yield what this rank holds of a tensor; see `ModelEngine.parts`."""
         return TensorShard.of_rank(self._held(kind, name).float())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole parameter."""
         return tuple(self.parameters[name].shape)
 
     def _held(self, kind: str, name: str) -> Tensor:
-        """A parameter or its optimizer state, sharded as the engine does it."""
+        """Returns a parameter or its optimizer state, sharded as in the engine."""
         parameter = self.parameters[name]
         if kind == "model":
             buffers = self.optimizer_buffers if name in self._rounded else self.weights_buffers
@@ -126,6 +117,7 @@ class TorchEngine(ModelEngine):
         if kind != "model":
             assert self.optimizer is not None
             state = self.optimizer.state[self.parameters[name]]
+            # AdamW corrects the bias of its moments by the number of steps
             state["step"] = torch.tensor(float(self.steps), device=self.parameters[name].device)
             state[kind] = torch.zeros_like(self.parameters[name])
         self._fill(self._held(kind, name), stored)
@@ -133,11 +125,10 @@ class TorchEngine(ModelEngine):
             self._rounded[name].copy_(self.parameters[name])
 
     def _fill(self, parameter: Tensor, stored: RangeReader) -> None:
-        """Read what this rank holds of a parameter or its optimizer state; see `ModelEngine._fill`."""
         TensorShard.flat(parameter.detach()).fill(stored)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        """Return the whole of a tensor that may be sharded over the ranks."""
+        """Returns the whole of a tensor that may be sharded over the ranks."""
         return tensor
 
     def _reset_optimizer(self) -> None:
@@ -147,7 +138,7 @@ class TorchEngine(ModelEngine):
 
 
 def _move_grad(weight: torch.nn.Parameter, rounded: torch.nn.Parameter) -> None:
-    """Add the gradient of a rounded weight to that of the float32 weight."""
+    """Adds the gradient of a rounded weight to that of the float32 weight."""
     assert rounded.grad is not None
     if weight.grad is None:
         weight.grad = rounded.grad.float()

@@ -1,1 +1,1 @@
-"""Weights as they are stored, sharded over ranks, digested and sent."""
+"""Stores, shards, digests and sends weights."""

@@ -1,7 +1,7 @@
 """Broadcasts new weights from a trainer to rollouts in other processes.
 
-The trainer's first rank and all processes of the rollout form a process group of their own, which exists beside the
-group that each pool computes with. Weights go from GPU to GPU by NCCL if every member has a GPU, and otherwise by gloo.
+The trainer's first rank and all processes of the rollout form their own process group, beside the one in which each
+pool computes. Weights go from GPU to GPU by NCCL if every member has a GPU, and otherwise by gloo.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ class WeightLink:
     """One member's end of a link."""
 
     def __init__(self, rendezvous: Rendezvous | str, rank: int, count: int, host: str, timeout_s: float) -> None:
-        """Connect; returns when all members have connected.
+        """Connects; returns once all members have connected.
 
         Args:
             rendezvous: the sender's rendezvous; its URL, for the other members.
-            rank: this member's number; `SENDER` sends.
-            count: number of members.
+            rank: this member's index; `SENDER` sends.
             host: this machine's address, to which the other members connect.
-            timeout_s: a transfer fails if it makes no progress for so long, in seconds.
+            timeout_s: a transfer fails if it makes no progress for this many seconds.
 
         Raises:
             LinkLost: a member cannot be reached.
@@ -67,18 +66,11 @@ class WeightLink:
     def send(
         self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, adapter_config: bytes | None = None
     ) -> int:
-        """Broadcast weights, once, to all other members.
+        """Broadcasts weights, once, to all other members; returns the number of bytes sent.
 
         Args:
             weights: tensors by name, consumed one at a time, to the end.
             dtype: type of the rollout; floating-point tensors are cast to it.
-            adapter_config: PEFT's config as JSON if `weights` are those of an adapter.
-
-        Returns:
-            Bytes that were sent.
-
-        Raises:
-            LinkLost: a member is gone.
         """
 
         def deliver(packed: Packed, memory: Memory) -> None:
@@ -89,22 +81,20 @@ class WeightLink:
             {"is_sent": True, "adapter_config": None if adapter_config is None else adapter_config.decode()}
         )
         sent = send(weights, dtype, [Memory(self._device), Memory(self._device)], deliver)
+        # an empty message ends the transfer
         self._broadcast_json({})
         return sent
 
     def refuse(self) -> None:
-        """Tell the members that wait in `receive` that nothing comes. Raises `LinkLost`."""
+        """Tells the members that wait in `receive` that no weights follow. Raises `LinkLost`."""
         self._broadcast_json({"is_sent": False})
 
     def receive(self) -> tuple[bytes | None, Iterator[tuple[str, Tensor]]]:
-        """Receive what the sender sends.
+        """Receives the weights that the sender sends.
 
         Returns:
             PEFT's config (None: not an adapter), and the tensors by name, each valid until the next one is taken. They
-            must be taken to the end.
-
-        Raises:
-            LinkLost: a member is gone, or the sender refuses.
+            must be consumed to the end.
         """
         beginning = self._broadcast_json()
         if not beginning["is_sent"]:
@@ -121,7 +111,7 @@ class WeightLink:
             yield from packed.tensors(memory)
 
     def _broadcast_json(self, fields: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send plain values, or receive them (None)."""
+        """Sends plain values, or receives them (None)."""
         data = torch.frombuffer(bytearray(json.dumps(fields or {}).encode()), dtype=torch.uint8)
         size = torch.tensor([0 if fields is None else len(data)])
         with losing():
@@ -142,7 +132,7 @@ class WeightLink:
 
 @contextmanager
 def losing() -> Iterator[None]:
-    """Raises what PyTorch says of a lost connection as `LinkLost`."""
+    """Raises PyTorch's errors about a lost connection as `LinkLost`."""
     try:
         yield
     except RuntimeError as error:
@@ -152,7 +142,7 @@ def losing() -> Iterator[None]:
 
 
 def gloo_group(store: Store, rank: int, count: int, host: str, timeout: timedelta) -> Any:
-    """A gloo group that listens only on `host`."""
+    """Creates a gloo group that listens only on `host`."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
@@ -160,7 +150,7 @@ def gloo_group(store: Store, rank: int, count: int, host: str, timeout: timedelt
 
 
 def nccl_group(store: Store, rank: int, count: int, timeout: timedelta) -> Any:
-    """An NCCL group."""
+    """Creates an NCCL group."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, count, options)

@@ -1,8 +1,8 @@
-"""Weights on their way from the trainer to the rollout: in the rollout's type, packed into buckets.
+"""Moves weights from the trainer to the rollout: in the rollout's type, packed into buckets.
 
-A bucket is a stretch of memory with the tensors of some layers, one after the other. While the receiver reads one
-bucket, the sender fills another one, so neither ever holds a second copy of the model, and each byte of the model in
-the rollout's type is written once.
+A bucket is a block of memory with the tensors of some layers, one after the other. While the receiver reads one bucket,
+the sender fills another one, so neither ever holds a second copy of the model, and each byte of the model in the
+rollout's type is written once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = {"cpu": 2**25, "cuda": 2**28}
-"""Size of a bucket, by type of device; a larger tensor has a bucket to itself. Host memory is cheaper when it is used
-again than when it is new; on a GPU, fewer buckets are delivered faster."""
+"""Size of a bucket, by type of device; a larger tensor has its own bucket.
+
+Reusing host memory is cheaper than allocating it; on a GPU, fewer buckets are delivered faster.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,23 +52,19 @@ class Packed:
         return dtype
 
     def tensors(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors by name; they share memory with the bucket.
-
-        Args:
-            memory: the bucket's bytes, uint8.
-        """
+        """Yields the tensors by name; they share memory with the bucket's bytes, `memory`."""
         first = 0
         for name, shape, size in zip(self.names, self.shapes, self.sizes, strict=True):
             yield name, memory[first : first + size].view(self._dtype).view(shape)
             first += size
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as plain values."""
+        """Returns the fields as plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The inverse of `as_json`."""
+        """Inverts `as_json`."""
         return cls(fields["dtype"], tuple(fields["names"]), tuple(tuple(shape) for shape in fields["shapes"]))
 
 
@@ -76,7 +74,7 @@ class Buffer(Protocol):
     device: torch.device
 
     def reserve(self, nbytes: int) -> Tensor:
-        """Memory of at least `nbytes` bytes, uint8. It may replace what an earlier call returned."""
+        """Returns memory of at least `nbytes` bytes, uint8. It may replace what an earlier call returned."""
         ...
 
 
@@ -91,7 +89,6 @@ class Memory:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, nbytes: int) -> Tensor:
-        """See `Buffer.reserve`."""
         if len(self.memory) < nbytes:
             self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)  # frees the smaller one first
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -107,7 +104,7 @@ class DeviceMemory(Memory):
 
     @property
     def handle(self) -> dict[str, tuple[Any, ...]]:
-        """What maps the memory (the arguments of PyTorch's `rebuild_cuda_tensor`), by the GPU's UUID."""
+        """The arguments of PyTorch's `rebuild_cuda_tensor` that map the memory, by the GPU's UUID."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         if self._handle is None or self._handle[0] != self.memory.data_ptr():  # each export is released once
@@ -115,7 +112,7 @@ class DeviceMemory(Memory):
         return {str(torch.cuda.get_device_properties(self.device).uuid): self._handle[1]}
 
     def close(self) -> None:
-        """Free the memory once nobody maps it."""
+        """Frees the memory once no process maps it."""
         self.memory, self._handle = self.memory[:0].clone(), None
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
@@ -124,8 +121,8 @@ class DeviceMemory(Memory):
 class SharedMemory:
     """A `Buffer` of host memory that other processes of this machine and user can map.
 
-    It is an anonymous file: the size of /dev/shm, which containers limit to 64 MB, does not bound it, and nothing is
-    left of it when the processes that use it are gone.
+    It is an anonymous file: the size of /dev/shm, which containers limit to 64 MB, does not bound it, and nothing
+    remains of it when the processes that use it are gone.
     """
 
     device = torch.device("cpu")
@@ -140,7 +137,6 @@ class SharedMemory:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def reserve(self, nbytes: int) -> Tensor:
-        """See `Buffer.reserve`."""
         if len(self._memory) < nbytes:
             self.close()
             self._descriptor = os.memfd_create("ratchet-weights")
@@ -149,7 +145,7 @@ class SharedMemory:
         return self._memory
 
     def close(self) -> None:
-        """Free the memory once nobody maps it."""
+        """Frees the memory once no process maps it."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -157,7 +153,7 @@ class SharedMemory:
 
 
 def mapped(path: str, nbytes: int) -> Tensor:
-    """Map the first `nbytes` bytes of a `SharedMemory`, in this process or another one; returns them as uint8."""
+    """Maps the first `nbytes` bytes of a `SharedMemory`, in this process or another one; returns them as uint8."""
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
@@ -167,16 +163,12 @@ def send(
     buffers: Sequence[B],
     deliver: Callable[[Packed, B], None],
 ) -> int:
-    """Pack weights into buckets and deliver them in order.
+    """Packs weights, consumed one at a time, into buckets and delivers them in order; returns the number of bytes.
 
     Args:
-        weights: tensors by name, consumed one at a time.
         dtype: type of the rollout; floating-point tensors are cast to it.
         buffers: memory of the buckets. With two, one is filled while the other one is delivered.
         deliver: hands a bucket to the receiver, and returns when the receiver has read it. Runs in another thread.
-
-    Returns:
-        Bytes that were delivered.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as thread:
         return _send(iter(weights), dtype, buffers, lambda packed, buffer: thread.submit(deliver, packed, buffer))
@@ -193,6 +185,7 @@ def _send(
     tensor_or_end = next(weights, None)
     while tensor_or_end is not None:
         buffer = buffers[0]
+        # the buffers take turns
         buffers = (*buffers[1:], buffer)
         if len(under_way) == len(buffers):  # the receiver may still be reading this buffer
             under_way.popleft().result()
@@ -207,7 +200,7 @@ def _send(
 def _fill(
     buffer: Buffer, first: tuple[str, Tensor], others: Iterator[tuple[str, Tensor]], dtype: torch.dtype
 ) -> tuple[Packed, tuple[str, Tensor] | None]:
-    """Fill a buffer with `first` and as many of the others as fit; returns them, and the tensor that did not fit."""
+    """Fills a buffer with `first` and as many of the others as fit; returns them, and the tensor that did not fit."""
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
     kind, used = _type_of(first[1], dtype), 0

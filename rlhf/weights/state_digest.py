@@ -21,22 +21,18 @@ from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 KIND = "sum64"
-"""How the digests begin."""
+"""Prefix of the digests."""
 CHUNK = {"cpu": 2**15, "cuda": 2**24}
-"""Elements that are hashed at once: on a CPU they stay in its cache."""
+"""Elements hashed at a time: on a CPU they stay in its cache."""
 MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Odd 64-bit constants, as signed integers."""
 
 
 def sums(part: TensorShard, key: int) -> tuple[int, int]:
-    """Hash the elements of a part and add the hashes up.
+    """Hashes the elements of a part and adds the hashes up; returns both sums modulo 2^64, signed.
 
     Args:
-        part: the elements.
-        key: of the tensor, 64 bits, signed.
-
-    Returns:
-        Both sums modulo 2^64, signed.
+        key: the tensor's key, 64 bits, signed.
     """
     assert part.values.dtype == torch.float32, f"a state is float32, not {part.values.dtype}"
     device = part.values.device
@@ -62,12 +58,12 @@ def sums(part: TensorShard, key: int) -> tuple[int, int]:
 
 
 def of_parts(parts: Mapping[str, Iterable[TensorShard]], shapes: Mapping[str, Sequence[int]], about: str) -> str:
-    """Compute the digest of tensors that are spread over the ranks; all ranks must make the same call.
+    """Computes the digest of tensors that are spread over the ranks; all ranks must make the same call.
 
     Args:
         parts: this rank's parts of each tensor. No element is on two ranks.
         shapes: shape of each whole tensor, by the same names, equal on all ranks.
-        about: what else the digest covers, equal on all ranks.
+        about: other facts that the digest covers, equal on all ranks.
 
     Returns:
         `KIND`, a colon and a SHA-256 in hexadecimal.

@@ -36,7 +36,7 @@ Read = Callable[[str, int, int], bytes]
 
 
 def is_weights(file: str) -> bool:
-    """Tell whether a file of a checkpoint, given by name, contains weights of the model or its adapters."""
+    """Returns True if a file of a checkpoint contains weights of the model or its adapters, judging by its name."""
     return file.startswith(WEIGHTS) and file.endswith(".safetensors")
 
 
@@ -48,10 +48,10 @@ class RangeReader(Protocol):
         """The tensor's shape."""
 
     def flat(self, first: int, last: int) -> Tensor:
-        """Read elements of the flattened tensor, from `first` up to, but without, `last`."""
+        """Reads elements of the flattened tensor, from `first` up to, but without, `last`."""
 
     def whole(self) -> Tensor:
-        """Read the whole tensor."""
+        """Reads the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,7 @@ class StoredTensor:
 
     @classmethod
     def joined(cls, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> StoredTensor:
-        """One tensor that consists of the elements of several, one after the other.
-
-        Args:
-            tensors: tensors of one type.
-            shape: shape of the whole.
-        """
+        """Joins the elements of several tensors of one type, one after the other, to one of the given shape."""
         ends = list(accumulate(tensor.bytes for tensor in tensors))
 
         def read(_file: str, start: int, end: int) -> bytes:
@@ -95,13 +90,11 @@ class StoredTensor:
         return cls(read, tensors[0].file, 0, shape, tensors[0].dtype)
 
     def flat(self, first: int, last: int) -> Tensor:
-        """Read elements of the flattened tensor, from `first` up to, but without, `last`."""
         size = self.dtype.itemsize
         data = self.read(self.file, self.start + first * size, self.start + last * size)
         return torch.frombuffer(bytearray(data), dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
 
     def whole(self) -> Tensor:
-        """Read the whole tensor."""
         return self.flat(0, torch.Size(self.shape).numel()).reshape(self.shape)
 
 
@@ -113,15 +106,12 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's shape."""
         return tuple(self.tensor.shape)
 
     def flat(self, first: int, last: int) -> Tensor:
-        """Return elements of the flattened tensor, from `first` up to, but without, `last`."""
         return self.tensor.reshape(-1)[first:last]
 
     def whole(self) -> Tensor:
-        """Return the tensor."""
         return self.tensor
 
 
@@ -129,19 +119,14 @@ class StoredState:
     """The files of a checkpoint, whose tensors are read by range."""
 
     def __init__(self, sizes: Mapping[str, int], read: Read) -> None:
-        """Read the headers of the safetensors files.
-
-        Args:
-            sizes: bytes of each file, by name.
-            read: reads a range of a file.
-        """
+        """Reads the headers of the safetensors files, given their sizes in bytes and a reader."""
         self._sizes, self._read = sizes, read
         self.weights = self._tensors(WEIGHTS)
-        """The model's tensors, or those of its adapters, by name."""
+        """The tensors of the model or of its adapters, by name."""
 
     @classmethod
     def of(cls, files: Mapping[str, bytes]) -> StoredState:
-        """The state in files that are in memory."""
+        """Opens files that are in memory."""
         return cls({name: len(data) for name, data in files.items()}, lambda name, start, end: files[name][start:end])
 
     @property
@@ -150,17 +135,18 @@ class StoredState:
         return self._tensors(MOMENTS)
 
     def file(self, name: str) -> bytes | None:
-        """Read a whole file; None if there is none of this name."""
+        """Reads a whole file; None if there is none."""
         return self._read(name, 0, self._sizes[name]) if name in self._sizes else None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Read the weights, one tensor at a time."""
+        """Reads the weights, one tensor at a time."""
         return ((name, stored.whole()) for name, stored in self.weights.items())
 
     def _tensors(self, which: tuple[str, ...]) -> dict[str, StoredTensor]:
         tensors: dict[str, StoredTensor] = {}
         for file in self._sizes:
             if file.startswith(which) and file.endswith(".safetensors"):
+                # a safetensors file has the header's length in 8 bytes, the header, and the tensors
                 first = 8 + int.from_bytes(self._read(file, 0, 8), "little")
                 header = json.loads(self._read(file, 8, first))
                 header.pop("__metadata__", None)
@@ -172,14 +158,10 @@ class StoredState:
 
 
 class TensorFile:
-    """A safetensors file in memory, to which tensors are written one after the other: it needs no copy of them all."""
+    """A safetensors file in memory, written one tensor at a time, so that no second copy of all is needed."""
 
     def __init__(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Write the header.
-
-        Args:
-            tensors: type and shape of each tensor by name, in the order in which they will be written.
-        """
+        """Writes the header, from the tensors' types and shapes in the order in which they will be written."""
         names = {dtype: name for name, dtype in DTYPES.items()}
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -187,10 +169,10 @@ class TensorFile:
             start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
             header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [start, end]}
         encoded = json.dumps(header).encode()
-        encoded += b" " * (-len(encoded) % 8)  # so that tensors are aligned
+        encoded += b" " * (-len(encoded) % 8)  # aligns the tensors
         beginning = len(encoded).to_bytes(8, "little") + encoded
         self._data = BytesIO()
-        if end:  # all memory at once: a buffer that grows is copied
+        if end:  # allocate all memory at once: a growing buffer is copied
             self._data.seek(len(beginning) + end - 1)
             self._data.write(b"\0")
             self._data.seek(0)
@@ -198,10 +180,10 @@ class TensorFile:
         self._size = len(beginning) + end
 
     def write(self, tensor: Tensor) -> None:
-        """Append the next tensor."""
+        """Appends the next tensor."""
         self._data.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
     def content(self) -> bytes:
-        """Return the file, which is complete."""
+        """Returns the complete file."""
         assert self._data.tell() == self._size, "all tensors are written"
         return self._data.getvalue()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ratchet.rlhf.weights.stored_state import RangeReader
 
 AT_ONCE = 2**22
-"""Elements that are read at once: 16 MiB."""
+"""Elements read at a time: 16 MiB."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,12 @@ class TensorShard:
 
     @classmethod
     def flat(cls, values: Tensor, start: int = 0) -> TensorShard:
-        """A single run.
-
-        Args:
-            values: any shape.
-            start: position of the first element in the flattened whole tensor.
-        """
+        """Returns a single run of elements from `start` on."""
         return cls(values.view(1, -1), torch.tensor([start]))
 
     @classmethod
     def of_rank(cls, whole: Tensor) -> Iterator[TensorShard]:
-        """This rank's share of a tensor that all ranks hold."""
+        """Yields this rank's share of a tensor that all ranks hold."""
         values, count = whole.reshape(-1), ranks.count()
         first, last = (len(values) * number // count for number in (ranks.rank(), ranks.rank() + 1))
         if last > first:
@@ -48,11 +43,10 @@ class TensorShard:
 
     @classmethod
     def block(cls, values: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> TensorShard:
-        """A rectangular block.
+        """Returns a rectangular block.
 
         Args:
             values: the block, contiguous: `fill` writes into its memory.
-            shape: shape of the whole tensor.
             offsets: index of the block's first element in each dimension of the whole tensor.
         """
         strides = [1] * len(shape)
@@ -68,7 +62,7 @@ class TensorShard:
         return cls(values.view(len(starts), -1), starts)
 
     def fill(self, stored: RangeReader) -> None:
-        """Read the elements of a stored whole tensor into `values`, which share memory with the engine's tensor."""
+        """Reads the elements of a stored whole tensor into `values`, which share memory with the engine's tensor."""
         runs, length = self.values.shape
         widest = int(self.starts.diff().max()) if runs > 1 else length
         at_once = max(1, AT_ONCE // widest)  # runs
@@ -77,6 +71,7 @@ class TensorShard:
             begin = int(starts[0])
             for first in range(0, length, AT_ONCE if at_once == 1 else length):
                 last = min(first + AT_ONCE, length) if at_once == 1 else length
+                # several runs are read together with the gaps between them
                 read = stored.flat(begin + first, int(starts[-1]) + last)
                 if len(starts) > 1:
                     read = read[(starts - begin)[:, None] + torch.arange(last - first)]

@@ -1,4 +1,4 @@
-"""Writing weights to files for people, and for an engine in another process."""
+"""Writes weights to files, for people and for engines in other processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ FILE_BYTES = 2**30
 
 
 def save_file(weights: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file with the mode that the umask gives to new files.
+    """Writes a safetensors file with the mode that the umask gives to new files; replaces an existing one.
 
-    Args:
-        weights: contiguous tensors on the CPU, by name.
-        path: the file; one that is there is replaced.
+    `weights` are contiguous tensors on the CPU.
     """
     from safetensors import torch
 
@@ -28,7 +26,7 @@ def save_file(weights: dict[str, Tensor], path: Path) -> None:
 
 
 def as_umask_says(path: Path) -> None:
-    """Give a file the mode of a new one; safetensors writes files that only their owner can read."""
+    """Gives a file the mode of a new one; safetensors writes files that only their owner can read."""
     new = path.with_name(f".{uuid.uuid4().hex}")
     new.touch()
     shutil.copymode(new, path)
@@ -36,20 +34,16 @@ def as_umask_says(path: Path) -> None:
 
 
 def write_weights(weights: Iterable[tuple[str, Tensor]], folder: Path, stem: str) -> int:
-    """Write weights as safetensors files of about `FILE_BYTES`, so that this process never holds a full copy.
+    """Writes weights, consumed one at a time, as safetensors files of about `FILE_BYTES`, so that this process never
+    holds a full copy; returns the number of bytes.
 
     Args:
-        weights: tensors by name, consumed one at a time.
-        folder: an existing folder.
         stem: start of the file names: ``stem.safetensors``, or ``stem-00000.safetensors`` and so on.
-
-    Returns:
-        Bytes of the tensors.
     """
     part: dict[str, Tensor] = {}
     parts, size, written = 0, 0, 0
     for name, tensor in weights:
-        part[name] = tensor.detach().to("cpu", copy=True).contiguous()  # the next one may take its memory
+        part[name] = tensor.detach().to("cpu", copy=True).contiguous()  # the next tensor may reuse its memory
         size += part[name].nbytes
         written += part[name].nbytes
         if size >= FILE_BYTES:

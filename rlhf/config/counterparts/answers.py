@@ -1,4 +1,4 @@
-"""Answers about keys that our config does not have, but another program's has."""
+"""Answers about keys that our config lacks, but another program has."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from ratchet.rlhf.errors import UserError
 
 
 def answers(key: str, value: Value, sections: Sequence[str], sources: Sequence[Source]) -> dict[str, str]:
-    """Say what to write instead of another program's keys.
+    """Explains what to write instead of another program's keys; empty if no program has any of them.
 
     Args:
-        key: an unknown dotted key.
-        value: what it is set to; a section is answered key by key.
-        sections: names of our sections.
-        sources: the other programs.
-
-    Returns:
-        An answer for each key; empty if no program has any of them.
+        value: the value of the unknown key; a section is answered key by key.
     """
     leaves = _leaves(key, value)
     answered = {leaf: _answer(leaf, given, sections, sources) for leaf, given in leaves.items()}
@@ -42,7 +36,7 @@ def _answer(key: str, value: Value, sections: Sequence[str], sources: Sequence[S
 
 
 def _is_alike(key: str, theirs: str, ours: Sequence[str], source: Source) -> bool:
-    """Whether a key is one of theirs but for its section: actor.learning_rate is TRL's learning_rate."""
+    """Returns True if a key is one of theirs except for its section: actor.learning_rate is TRL's learning_rate."""
     section, _, last = key.rpartition(".")
     is_same = key.replace(".", "_") in [name.replace(".", "_") for name in (theirs, *source.older_names(theirs))]
     return is_same or (theirs.rpartition(".")[2] == last and ours[0].startswith(f"{section}.") and section != "")

@@ -12,7 +12,7 @@ Value: TypeAlias = bool | int | float | str | Sequence["Value"] | Mapping[str, "
 
 
 class NoEqual(Exception):
-    """A setting has no counterpart here; the text says why, and what happens instead."""
+    """A setting has no counterpart; the text says why, and what happens instead."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ Converted: TypeAlias = Mapping[str, Value | Assumed]
 
 
 def no_rows(files: Sequence[str]) -> int | None:
-    """The number of rows in prompt files that cannot be read."""
+    """Returns None: the number of rows in prompt files is unknown."""
     return None
 
 
@@ -40,46 +40,46 @@ class Settings:
     defaults: Mapping[str, Value] = field(default_factory=dict)
     """The other program's defaults, where they change what is computed."""
     rows: Callable[[Sequence[str]], int | None] = no_rows
-    """The number of rows in prompt files; None if they cannot be read."""
+    """Counts the rows of prompt files; None if they cannot be read."""
 
     def __getitem__(self, key: str) -> Value:
-        """The value at a key, given or by default; None if it is neither."""
+        """Returns the value at a key, given or by default; None if it is neither."""
         return self.given.get(key, self.defaults.get(key))
 
     def has(self, key: str) -> bool:
-        """Whether a key has a value, given or by default, other than null."""
+        """Returns True if a key has a value, given or by default, other than null."""
         return self[key] is not None
 
     def flag(self, key: str) -> bool:
-        """A switch; one without a value is off. Raises `UserError` for anything but true and false."""
+        """Returns a switch; one without a value is off. Raises UserError for anything but true and false."""
         value = self[key]
         if isinstance(value, bool) or value is None:
             return bool(value)
         raise UserError(f"{key} is {value!r}: it should be true or false")
 
     def number(self, key: str) -> float:
-        """A number. Raises `UserError` if there is none."""
+        """Returns a number. Raises UserError if there is none."""
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{key} is {value!r}: it should be a number")
         return value
 
     def count(self, key: str) -> int:
-        """A whole number. Raises `UserError` if there is none."""
+        """Returns a whole number. Raises UserError if there is none."""
         value = self.number(key)
         if value != int(value):
             raise UserError(f"{key} is {value!r}: it should be a whole number")
         return int(value)
 
     def text(self, key: str) -> str:
-        """A text. Raises `UserError` if there is none."""
+        """Returns a text. Raises UserError if there is none."""
         value = self[key]
         if not isinstance(value, str):
             raise UserError(f"{key} is {value!r}: it should be a text")
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts; a single one may stand alone. Raises `UserError` if there is none."""
+        """Returns a list of texts; a single one may stand alone. Raises UserError if there is none."""
         value = self[key]
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list | tuple) or not all(isinstance(item, str) for item in values):
@@ -92,35 +92,29 @@ Conversion: TypeAlias = Callable[[Settings], Converted]
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A row of a table: settings of another program, and what is set here instead."""
+    """A row of a table: settings of another program, and their counterparts here."""
 
     theirs: tuple[str, ...]
     """Keys of the other program; ``a.*`` stands for all keys in a section."""
     ours: tuple[str, ...]
     """Our keys; empty if there is no counterpart."""
     note: str
-    """How the two differ, or why there is no counterpart."""
+    """The difference between the two, or why there is no counterpart."""
     convert: Conversion
     """Converts the settings. Raises `NoEqual` for values without a counterpart."""
     is_direct: bool = False
-    """Whether our value depends on this setting only."""
+    """True if our value depends on this setting only."""
 
     def matches(self, key: str) -> bool:
-        """Whether a key of the other program belongs to this row."""
+        """Returns True if a key of the other program belongs to this row."""
         return any(key == name or (name.endswith(".*") and key.startswith(name[:-1])) for name in self.theirs)
 
 
 def direct(theirs: str, ours: str, note: str = "", *, values: Mapping[str, Value] | None = None) -> Counterpart:
-    """A row in which one key has another name.
+    """Builds a row in which one key has another name.
 
     Args:
-        theirs: the other program's key.
-        ours: our key.
-        note: how they differ.
-        values: our value for each text of theirs; others have no counterpart. By default the value stays as it is.
-
-    Returns:
-        The row.
+        values: our value for each text of theirs; others have no counterpart. By default the value is unchanged.
     """
 
     def convert(settings: Settings) -> Converted:
@@ -139,12 +133,12 @@ def direct(theirs: str, ours: str, note: str = "", *, values: Mapping[str, Value
 def computed(
     theirs: str | Iterable[str], ours: str | Iterable[str], convert: Conversion, note: str = ""
 ) -> Counterpart:
-    """A row whose values depend on several settings."""
+    """Builds a row whose values depend on several settings."""
     return Counterpart(_names(theirs), _names(ours), note, convert)
 
 
 def without_equal(theirs: str | Iterable[str], why: str) -> Counterpart:
-    """A row of keys that have no counterpart here."""
+    """Builds a row of keys that have no counterpart."""
 
     def convert(settings: Settings) -> Converted:
         raise NoEqual(why)
@@ -167,10 +161,10 @@ class Source:
     older: Mapping[str, str]
     """Older names of its keys, and today's."""
     program: str
-    """How `ratchet convert --from` names it; a program with several trainers has several tables."""
+    """Its name for `ratchet convert --from`; a program with several trainers has several tables."""
 
     def today(self, key: str) -> str:
-        """Today's name of a key."""
+        """Returns today's name of a key."""
         for old, new in self.older.items():
             if key == old:
                 return new
@@ -179,7 +173,7 @@ class Source:
         return key
 
     def older_names(self, key: str) -> list[str]:
-        """Older names of one of today's keys."""
+        """Returns older names of one of today's keys."""
         names = []
         for old, new in self.older.items():
             if key == new:
@@ -193,7 +187,7 @@ class Source:
         return names
 
     def counterpart(self, key: str) -> Counterpart | None:
-        """The row of a key, by today's or an older name; where there are several, the one of this key alone."""
+        """Returns the row of a key, by today's or an older name; of several, the one of this key alone."""
         today = self.today(key)
         rows = [row for row in self.counterparts if row.matches(today)]
         return next((row for row in rows if row.is_direct), rows[0] if rows else None)

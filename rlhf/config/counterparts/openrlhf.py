@@ -212,7 +212,7 @@ def _ema(settings: Settings) -> Converted:
 
 
 def _both(theirs: str, ours: str, note: str = "") -> Counterpart:
-    """A row of a setting that OpenRLHF has for actor and critic together."""
+    """Builds a row for a setting that OpenRLHF has for actor and critic together."""
 
     def convert(settings: Settings) -> Converted:
         value = settings[theirs]
@@ -224,7 +224,7 @@ def _both(theirs: str, ours: str, note: str = "") -> Counterpart:
 
 
 def _trainer(role: str) -> tuple[Counterpart, ...]:
-    """The rows that actor and critic share."""
+    """Returns the rows that actor and critic share."""
 
     def of_role(conversion: Conversion) -> Conversion:
         def convert(settings: Settings) -> Converted:
@@ -289,7 +289,7 @@ def _snapshots(settings: Settings) -> Converted:
 
 
 def _evaluation(theirs: str, ours: str, note: str = "") -> Counterpart:
-    """A row that applies only to runs that evaluate."""
+    """Builds a row that applies only to runs that evaluate."""
 
     def convert(settings: Settings) -> Converted:
         if not settings.has("eval.dataset"):

@@ -1,4 +1,4 @@
-"""Conversions that several tables use."""
+"""Conversions that several tables share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ratchet.rlhf.config.sections import ENDINGS
 
 
 def sole_file(names: Sequence[str]) -> Value | Assumed:
-    """The first of several files, where we take one."""
+    """Returns the first of several files, where we accept only one."""
     return names[0] if len(names) == 1 else Assumed(names[0], f"one file: {', '.join(names[1:])} left out")
 
 
 LENGTH = ("train.iterations", "train.epochs")
-"""The keys of which `run_length` sets one."""
+"""`run_length` sets one of these keys."""
 
 
 def run_length(
@@ -30,16 +30,11 @@ def run_length(
     is_dynamic: bool = False,
     most: int | None = None,
 ) -> Converted:
-    """The length of a run that makes some passes over the data.
+    """Computes the length of a run that makes some passes over the data.
 
     Args:
-        settings: the other program's settings.
-        names: the data files.
-        epochs: passes over the data.
-        prompts: prompts that an iteration takes.
-        key: the other program's key for the epochs.
-        is_dynamic: whether an iteration draws more prompts if it needs them: `train.epochs` is refused then.
-        most: largest number of rows that are taken; None: all.
+        is_dynamic: an iteration draws more prompts if it needs them: `train.epochs` is then refused.
+        most: maximum number of rows that are used; None: all.
 
     Returns:
         `train.iterations` if the number of rows is known, otherwise `train.epochs`; if that is refused, no number, so
@@ -58,7 +53,7 @@ def run_length(
 
 
 def known_iterations(converted: Converted) -> int | None:
-    """The number of iterations, if it follows from the settings or the data."""
+    """Returns the number of iterations, if it follows from the settings or the data."""
     value = converted.get("train.iterations")
     if isinstance(value, Assumed):
         value = value.value
@@ -66,19 +61,7 @@ def known_iterations(converted: Converted) -> int | None:
 
 
 def loss_option(loss: str, option: str, value: Value) -> Converted:
-    """An option of our policy loss.
-
-    Args:
-        loss: type of the loss.
-        option: the option's name.
-        value: its value; null: not given.
-
-    Returns:
-        The option's key and value.
-
-    Raises:
-        NoEqual: the loss has no such option.
-    """
+    """Sets an option of our policy loss; null: not given. Raises NoEqual if the loss lacks it."""
     from ratchet.rlhf.config.reading import models_in
 
     model = next(model for model in models_in(PolicyLoss) if model.model_fields["type"].default == loss)
@@ -88,7 +71,7 @@ def loss_option(loss: str, option: str, value: Value) -> Converted:
 
 
 def run_name(text: str) -> str:
-    """A name that a run may have."""
+    """Returns a valid name of a run."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name).strip("-._")[:100]
     return name or "run"
 
@@ -97,7 +80,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 def services(names: Sequence[str]) -> Converted:
-    """The trackers among the services that another program logs to."""
+    """Returns the trackers among the services that another program logs to."""
     ours = [name for name in names if name in TRACKERS]
     others = [name for name in names if name not in (*TRACKERS, "console", "none", "all")]
     if others:
@@ -110,7 +93,7 @@ NO_DUAL_CLIP = 1e6
 
 
 def data_file(settings: Settings, key: str) -> Converted:
-    """A prompt file; a data set of the hub becomes the file that `ratchet data` could write."""
+    """Returns a prompt file; a dataset on the hub becomes the file that `ratchet data` could write."""
     if not settings.has(key):
         return {}
     names = settings.texts(key)
@@ -121,27 +104,20 @@ def data_file(settings: Settings, key: str) -> Converted:
 
 
 def python_reward(name: str) -> str:
-    """`package.module.function` in our notation."""
+    """Converts `package.module.function` to our notation."""
     module, _, function = name.rpartition(".")
     return f"{module}:{function}" if module else name
 
 
 def lr_schedule(role: str, shape: str, warmup: int, ratio: float, least: float, total: int | None) -> Converted:
-    """The schedule of the learning rate.
+    """Converts the schedule of a role's learning rate; raises NoEqual if there is none.
 
     Args:
-        role: whose.
         shape: the other program's name of the schedule, one of transformers'.
         warmup: iterations of warm-up; 0: by `ratio`.
         ratio: iterations of warm-up as a share of all.
-        least: smallest learning rate, as a share of the largest.
-        total: iterations of the run; None if they are unknown.
-
-    Returns:
-        The keys of `lr_schedule`.
-
-    Raises:
-        NoEqual: there is no such schedule.
+        least: minimum learning rate, as a share of the maximum.
+        total: iterations of the run; None if unknown.
     """
     prefix, decay = f"{role}.lr_schedule", next((ours for ours in ("linear", "cosine") if shape.startswith(ours)), None)
     if decay is None and not shape.startswith("constant"):

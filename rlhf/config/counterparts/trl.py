@@ -55,20 +55,20 @@ def _processes(settings: Settings) -> int:
 
 
 def _sized(settings: Settings, size: int) -> Value | Assumed:
-    """A size that depends on the number of processes."""
+    """Returns a size that depends on the number of processes."""
     return (
         size if settings.has("num_processes") else Assumed(size, "one process is assumed: num_processes is not given")
     )
 
 
 def _step(settings: Settings) -> int:
-    """Completions of an optimizer step in GRPO, and of an iteration in PPO."""
+    """Returns the completions of an optimizer step in GRPO, and of an iteration in PPO."""
     per_device = settings.count("per_device_train_batch_size")
     return per_device * settings.count("gradient_accumulation_steps") * _processes(settings)
 
 
 def _schedule(settings: Settings, total: int | None, steps: float) -> Converted:
-    """The schedule of the learning rate, of which TRL counts optimizer steps."""
+    """Converts the schedule of the learning rate; TRL counts optimizer steps."""
     shape, ratio = str(settings["lr_scheduler_type"]), 0.0
     warmup = settings.number("warmup_steps") if settings.has("warmup_steps") else 0
     if settings.has("warmup_ratio"):
@@ -83,7 +83,7 @@ def _schedule(settings: Settings, total: int | None, steps: float) -> Converted:
 
 
 def _batch(settings: Settings) -> int:
-    """Completions that are generated at once."""
+    """Returns the completions that are generated at a time."""
     if settings.has("generation_batch_size"):
         return settings.count("generation_batch_size")
     key = "steps_per_generation" if settings.has("steps_per_generation") else "gradient_accumulation_steps"
@@ -95,7 +95,7 @@ def _prompts(settings: Settings) -> int:
 
 
 def _steps(settings: Settings) -> float:
-    """Optimizer steps of an iteration."""
+    """Returns the optimizer steps of an iteration."""
     return max(1, _batch(settings) / _step(settings)) * settings.count("num_iterations")
 
 
@@ -214,7 +214,7 @@ def _reward(settings: Settings) -> Converted:
 
 
 def _every(key: str, ours: str, strategy: str) -> Counterpart:
-    """A row of an interval, of which TRL counts optimizer steps."""
+    """Builds a row for an interval; TRL counts optimizer steps."""
 
     def convert(settings: Settings) -> Converted:
         if settings[strategy] in ("no", "epoch") or not settings.has(key):
@@ -519,7 +519,7 @@ def _ppo_schedule(settings: Settings) -> Converted:
 
 
 def _both(theirs: str, ours: str) -> Counterpart:
-    """A row of a setting that TRL has for the policy and the value model together."""
+    """Builds a row for a setting that TRL has for the policy and the value model together."""
 
     def convert(settings: Settings) -> Converted:
         value = settings[theirs]

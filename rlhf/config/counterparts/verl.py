@@ -128,7 +128,7 @@ def _correction(settings: Settings) -> Converted:
 
 
 def _bounds(threshold: str, key: str) -> dict[str, Value]:
-    """``2.0`` is an upper bound, ``0.5_2.0`` has both."""
+    """Parses ``2.0`` as an upper bound, ``0.5_2.0`` as both."""
     lower, _, upper = threshold.strip().rpartition("_")
     try:
         return {"upper": float(upper), **({"lower": float(lower)} if lower else {})}
@@ -137,7 +137,7 @@ def _bounds(threshold: str, key: str) -> dict[str, Value]:
 
 
 def _prompts_drawn(settings: Settings) -> int:
-    """Prompts that verl takes from the data in one step."""
+    """Returns the prompts that verl takes from the data in one step."""
     return settings.count("data.gen_batch_size" if settings.has("data.gen_batch_size") else "data.train_batch_size")
 
 
@@ -184,7 +184,7 @@ def _validation_data(settings: Settings) -> Converted:
 
 
 def _validation(conversion: Conversion) -> Conversion:
-    """A conversion that applies only to runs that validate."""
+    """Limits a conversion to runs that validate."""
 
     def convert(settings: Settings) -> Converted:
         if not settings.has("data.val_files"):
@@ -319,7 +319,7 @@ def _schedule(optimizer: str, role: str) -> Conversion:
 
 
 def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterpart, ...]:
-    """The rows that actor and critic share."""
+    """Returns the rows that actor and critic share."""
     optimizer = f"{section}.optim"
     return (
         direct(f"{optimizer}.lr", f"{role}.lr"),
@@ -404,7 +404,7 @@ def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterp
 
 
 def _of_the_critic(row: Counterpart) -> Counterpart:
-    """A row that applies only to runs with a critic."""
+    """Limits a row to runs with a critic."""
 
     def convert(settings: Settings) -> Converted:
         if settings["algorithm.adv_estimator"] != "gae":
@@ -415,7 +415,7 @@ def _of_the_critic(row: Counterpart) -> Counterpart:
 
 
 def _of_vllm(row: Counterpart) -> Counterpart:
-    """A row that applies only to runs that generate with vLLM, or another engine of its kind."""
+    """Limits a row to runs that generate with vLLM, or a similar engine."""
 
     def convert(settings: Settings) -> Converted:
         if settings[f"{ROLLOUT}.name"] == "hf":
