@@ -83,7 +83,8 @@ def evaluate(
         changes |= {"validation.temperature": temperature} if temperature is not None else {}
         changes |= {"validation.data": data} if data else {}
         changes |= {"rollout.max_response_tokens": max_response_tokens} if max_response_tokens else {}
-        changes |= {"reward.function": reward, "reward.model": None, "reward.options": {}} if reward else {}
+        if reward:
+            changes |= {"reward.function": reward, "reward.model": None, "reward.judge": None, "reward.options": {}}
         if server:
             changes |= {"rollout.engine": {"type": "server", "urls": [server], "api": api.value}}
         config, version = evaluation_config(name, store, iteration, Path(folder), changes, overrides or [])

@@ -29,7 +29,7 @@ class ServedLog:
         """Stores answers, which have the columns `CALLS`."""
         self._small.append(self._write(table))
         self._tables.append(table)
-        if len(self._small) == MERGED:
+        if len(self._small) >= MERGED:  # more, if the last merge failed
             self._write(pa.concat_tables(self._tables))
             # after the merged file is written, so that a crash loses nothing
             self._store.objects.delete(self._small)

@@ -54,9 +54,10 @@ class JudgeAnswers:
     def _lineage(self) -> list[ObjectStore]:
         with self._lock:
             if not self._runs:
-                self._runs = [self._objects]
-                while (parent := _parent_of(self._runs[-1])) is not None:
-                    self._runs.append(parent)
+                runs = [self._objects]
+                while (parent := _parent_of(runs[-1])) is not None:
+                    runs.append(parent)
+                self._runs = runs  # only once all are known: a store may fail on the way
             return self._runs
 
 

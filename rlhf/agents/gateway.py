@@ -110,6 +110,8 @@ class Gateway:
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
         self._server, self._serving = server, asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started:
+            if self._serving.done():
+                self._serving.result()  # raises its error
             await asyncio.sleep(0.001)
         host = socket.gethostbyname(socket.gethostname()) if self._host in ANYWHERE else self._host
         self._base_url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"

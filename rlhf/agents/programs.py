@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent import KEY, AgentFailed, Program
@@ -18,9 +18,6 @@ from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.environments.calls import Raised, in_thread
 from ratchet.rlhf.environments.dialogues import Dialogue, Result
 from ratchet.rlhf.errors import raised
-
-if TYPE_CHECKING:
-    pass
 
 LOOP = "agents"
 """The event loop of async programs: one that blocks it delays other programs, but never the engine."""

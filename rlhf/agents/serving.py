@@ -7,16 +7,12 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.sessions import Asked, Policy, PolicyReply, Recorded, Refused, Session, SessionLimits
 from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.environments.dialogues import Dialogue
 from ratchet.rlhf.rollout.engine import Request
-
-if TYPE_CHECKING:
-    pass
 
 KEPT_TOKENS = 2**21
 """Tokens of the conversations that are remembered, about 300 MB.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.config.engines import DeepSpeedConfig, FSDPConfig, MegatronConfig
-from ratchet.rlhf.config.sections import Kernels
 from ratchet.rlhf.models.token_outputs import Head
 from ratchet.rlhf.train.model_engine import ModelEngine
 

@@ -143,7 +143,8 @@ class Command:
     @property
     def reason_not_to_run(self) -> str | None:
         """The key in NOT_RUN."""
-        return next((start for start in NOT_RUN if self.text.startswith(start)), None)
+        texts = self.text, shlex.join(self.words)
+        return next((start for start in NOT_RUN if any(text.startswith(start) for text in texts)), None)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
