@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 AT_ONCE = 256
 """Maximum number of concurrent requests per server."""
+REMEMBERED = 2**16
+"""Prompts whose last server is remembered."""
 STREAM_INTERVAL = 16
 """Tokens per event of a server's stream: with a small model, an event costs more than a token."""
 TRIES = 5
@@ -345,6 +347,8 @@ class ServerRollout(RolloutEngine):
             if cached is not None and cached.failures <= server.failures and cached.running < AT_ONCE:
                 server = cached
             self._served[request.prompt_ids] = server
+            if len(self._served) > REMEMBERED:
+                self._served.pop(next(iter(self._served)))  # the oldest
             server.running += 1
         try:
             yield server
