@@ -27,7 +27,7 @@ from ratchet.infra.execution.claims import run_url
 from ratchet.infra.runs.comparison import compare, verdict_of
 from ratchet.infra.runs.run import open_run
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.data import countdown
+from ratchet.rlhf.data.countdown_dataset import problems, rows
 from tests import tiny
 
 
@@ -45,7 +45,8 @@ def main() -> None:
         tiny.model_folder(folder / "model")
         tiny.prompt_file(folder / "prompts.parquet", 256)
         pq.write_table(
-            countdown.rows(countdown.problems(seed=8, count=options.prompts, high=9)), folder / "held_out.parquet"
+            rows(problems(seed=8, count=options.prompts, high=9)),
+            folder / "held_out.parquet",
         )
     for seed in range(options.runs):
         train(config_of(folder, seed, options))

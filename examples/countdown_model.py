@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from ratchet.rlhf.data import countdown
+from ratchet.rlhf.data import countdown_dataset
 from ratchet.rlhf.models.loading import save
 
 DIGITS_AND_OPERATORS = r"\d|(?<! )[-+*/()=](?! )|(?<=[\d(+*/-])[-+*/()=]|[-+*/()=](?=[\d(])"
@@ -35,7 +35,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    prompts = [countdown.prompt(problem) for problem in countdown.problems(seed=0, count=2000)]
+    prompts = [countdown_dataset.prompt(problem) for problem in countdown_dataset.problems(seed=0, count=2000)]
     pieces = [piece for prompt in prompts for piece in re.split("</?answer>", prompt) if piece]
     special = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()

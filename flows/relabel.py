@@ -22,7 +22,7 @@ from ratchet.infra.execution.claims import run_url
 from ratchet.infra.progress import StepProgress, report
 from ratchet.infra.runs.run import open_run
 from ratchet.infra.runs.unsure_pairs import unsure_pairs
-from ratchet.infra.store.answers import JudgeAnswers
+from ratchet.infra.store.judge_answers import JudgeAnswers
 from ratchet.infra.store.log import Corrupt, RunLog
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.run_store import parquet_bytes

@@ -11,8 +11,8 @@ from ratchet.infra.progress import note
 from ratchet.infra.runs.run import Run
 from ratchet.infra.runs.served import ServedLog
 from ratchet.infra.workers.call_log import CallLog
-from ratchet.infra.workers.engines import Engines
 from ratchet.infra.workers.resources import Resources
+from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
 from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.serving import Served

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from prefect import flow
 
-from ratchet.infra.execution.fine_tuning import fitting
+from ratchet.infra.execution.fine_tuning_run import fitting
 from ratchet.infra.progress import note
 from ratchet.rlhf import seeding
 from ratchet.rlhf.algorithms.objectives import SupervisedObjective
 from ratchet.rlhf.config import SFTConfig
+from ratchet.rlhf.data.chat_turns import treat_special_tokens
 from ratchet.rlhf.data.examples import supervised
-from ratchet.rlhf.data.turns import treat_special_tokens
 from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.models.tokenizers import check_embeddings, eos_token_ids, load_tokenizer
 from ratchet.rlhf.train.torch_engine import TorchEngine
-from ratchet.tasks.fine_tuning import Fit, fit
+from ratchet.tasks.fine_tuning_rounds import Fit, fit
 from ratchet.tasks.recording import noted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from prefect import flow
 
-from ratchet.infra.execution.fine_tuning import fitting
+from ratchet.infra.execution.fine_tuning_run import fitting
 from ratchet.infra.progress import note
 from ratchet.rlhf import seeding
 from ratchet.rlhf.algorithms.objectives import PreferenceObjective
@@ -16,7 +16,7 @@ from ratchet.rlhf.models.loading import load_scorer
 from ratchet.rlhf.models.tokenizers import check_embeddings, load_tokenizer
 from ratchet.rlhf.train.model_engine import ModelEngine
 from ratchet.rlhf.train.torch_engine import TorchEngine
-from ratchet.tasks.fine_tuning import Fit, fit
+from ratchet.tasks.fine_tuning_rounds import Fit, fit
 from ratchet.tasks.recording import noted
 
 

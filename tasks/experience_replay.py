@@ -21,7 +21,7 @@ from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.calls import Experience, ExpertExperience
 from ratchet.rlhf import seeding
 from ratchet.rlhf.config import OWN, ReplayConfig
-from ratchet.rlhf.data.experts import Matched
+from ratchet.rlhf.data.expert_answers import Matched
 from ratchet.rlhf.errors import UserError
 
 COLUMNS = ("trajectory_id", "prompt_id", "dataset_row", "response_mask", "rollout_error")

@@ -13,9 +13,9 @@ from ratchet.infra.execution.replicas import Complete, Prompt, Replicas, Reports
 from ratchet.infra.store.records import Journal, Weights
 from ratchet.infra.store.run_store import JOURNAL
 from ratchet.infra.workers.calls import C, ComputedShard, RowsCall, S, ShardKey
-from ratchet.infra.workers.groups import Replica
 from ratchet.infra.workers.rollouts import Generated
 from ratchet.infra.workers.worker import WAIT_S, Worker
+from ratchet.infra.workers.worker_groups import Replica
 from ratchet.tasks.worker_calls import on_worker
 
 

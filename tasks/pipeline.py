@@ -1,6 +1,6 @@
 """The stages of an iteration, in order.
 
-The flow, plan, fork, replay, explain, status, the checks of a resume, and the docs take the stages from here.
+The flow, plan, fork, reproduce, explain, status, the checks of a resume, and the docs take the stages from here.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.manifest import Manifest
 from ratchet.infra.store.records import Diverged, Skip, StageCommit, Weights
 from ratchet.infra.workers.calls import C, Call, UpdateCall, Updated
-from ratchet.infra.workers.groups import WorkerGroup
 from ratchet.infra.workers.worker import Worker
+from ratchet.infra.workers.worker_groups import WorkerGroup
 from ratchet.rlhf.config.roles import weights_of
 from ratchet.rlhf.errors import NotFinite
 from ratchet.tasks.pipeline import update_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ratchet.rlhf.rewards.functions import Trajectory
-from ratchet.rlhf.rewards.pool import AnswerStore, RewardPool, TrialAnswer
+from ratchet.rlhf.rewards.reward_processes import AnswerStore, RewardPool, TrialAnswer
 
 
 def trajectory(

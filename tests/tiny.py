@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.config import RunConfig, parse_config
-from ratchet.rlhf.data import countdown
+from ratchet.rlhf.data import countdown_dataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -205,7 +205,7 @@ def reward_model_folder(folder: Path, base: Path, *, process: bool = False, labe
 def prompt_file(path: Path, prompts: int = 16, seed: int = 7) -> Path:
     import pyarrow.parquet as pq
 
-    pq.write_table(countdown.rows(countdown.problems(seed=seed, count=prompts, high=9)), path)
+    pq.write_table(countdown_dataset.rows(countdown_dataset.problems(seed=seed, count=prompts, high=9)), path)
     return path
 
 

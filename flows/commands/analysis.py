@@ -1,4 +1,4 @@
-"""Commands that explain results or predict them: bisect, plan, explain, replay."""
+"""Commands that explain results or predict them: bisect, plan, explain, reproduce."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def explain(
     tables.lineage(console, lineage(open_run(url_of(name, store)), checkpoint, role), format.value)
 
 
-def replay(
+def reproduce(
     name: Name,
     iteration: Annotated[int, typer.Option(min=0, help="the iteration to compute again")],
     store: Store = DEFAULT_STORE,
@@ -116,13 +116,15 @@ def replay(
     """Compute an iteration's committed stages again, and name the first one that differs. Nothing is written."""
     from ratchet.flows.terminal import progress
     from ratchet.infra.runs.run import open_run
-    from ratchet.tasks.analysis.replay import replay as recompute
+    from ratchet.tasks.analysis.reproduce import reproduce as recompute
 
     differs = None
     with progress(console):
-        for replayed in recompute(open_run(url_of(name, store)), iteration):
-            console.print(f"{replayed.stage}: {'the same' if replayed.same else replayed.difference}", highlight=False)
-            differs = differs or (None if replayed.same else replayed.stage)
+        for reproduced in recompute(open_run(url_of(name, store)), iteration):
+            console.print(
+                f"{reproduced.stage}: {'the same' if reproduced.same else reproduced.difference}", highlight=False
+            )
+            differs = differs or (None if reproduced.same else reproduced.stage)
     if differs is not None:
         raise RatchetError(
             f"iteration {iteration} differs from the committed one, first in {differs}; the last bits of a result "

@@ -36,7 +36,7 @@ def countdown(
     """Countdown: reach a target with the given numbers, using each once."""
     import pyarrow.parquet as pq
 
-    from ratchet.rlhf.data import countdown as game
+    from ratchet.rlhf.data import countdown_dataset as game
 
     try:
         problems = game.problems(

@@ -145,7 +145,7 @@ def _trainer(tried: Sweep, pool: str | None, say: Callable[[str], None]) -> Call
     from ratchet.flows import sweep as arms_of
 
     if pool is not None:
-        from ratchet.flows.pool import Pool, check_server
+        from ratchet.flows.prefect_pool import Pool, check_server
 
         check_server()
         arms_of.begin(tried)

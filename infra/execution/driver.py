@@ -25,12 +25,11 @@ from ratchet.infra.store.object_store import StoreUnavailable
 from ratchet.infra.store.records import RunState, Weights
 from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.calls import Experience
-from ratchet.infra.workers.groups import WorkerGroups
 from ratchet.infra.workers.ray_group import GroupLost
+from ratchet.infra.workers.worker_groups import WorkerGroups
 from ratchet.rlhf import consent
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.config.roles import ROLES
-from ratchet.rlhf.data.experts import Matched
+from ratchet.rlhf.data.expert_answers import Matched
 
 
 @dataclass
@@ -187,7 +186,7 @@ def _open(
         store,
         config,
         initial=outside.initial_weights,
-        frozen=[name for name, role in ROLES.items() if not role.learns and not role.follows(config)],
+        frozen=config.frozen,
         ahead=config.rollout.ahead,
         outside={name: digest for name in dependencies.outside if (digest := outside.digest(name)) is not None},
         versions=dependencies.versions,

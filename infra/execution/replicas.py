@@ -11,10 +11,10 @@ from queue import SimpleQueue
 
 from ratchet.infra.store.records import Weights
 from ratchet.infra.workers.calls import Pending, ShardKey
-from ratchet.infra.workers.groups import Replica
 from ratchet.infra.workers.ray_group import GroupLost
 from ratchet.infra.workers.rollouts import Generated
 from ratchet.infra.workers.worker import Worker
+from ratchet.infra.workers.worker_groups import Replica
 
 Prompt = tuple[ShardKey, tuple[str, ...]]
 """A shard, and the ids of the trajectories of one of its prompts."""

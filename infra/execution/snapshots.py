@@ -18,8 +18,8 @@ from rich import filesize
 from ratchet.infra.progress import note
 from ratchet.infra.store.records import Commit, Expire, Snapshot
 from ratchet.infra.store.run_store import RunStore
-from ratchet.infra.workers.groups import WorkerGroups
 from ratchet.infra.workers.worker import Worker
+from ratchet.infra.workers.worker_groups import WorkerGroups
 from ratchet.rlhf.config import CheckpointConfig, RunConfig
 from ratchet.rlhf.errors import counted
 from ratchet.rlhf.models.model_folders import model_folder, parameter_count

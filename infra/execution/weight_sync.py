@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ratchet.infra.progress import note
 from ratchet.infra.store.records import Weights
-from ratchet.infra.workers.groups import WorkerGroup
 from ratchet.infra.workers.worker import Worker
+from ratchet.infra.workers.worker_groups import WorkerGroup
 from ratchet.rlhf.config import RunConfig
 
 

@@ -7,8 +7,8 @@ that Ratchet did not write are never deleted.
 from __future__ import annotations
 
 from ratchet.infra.execution.claims import refuse_if_driven
-from ratchet.infra.store.answers import FOLDER as ANSWERS
 from ratchet.infra.store.chain import Broken, Chain, last_slot
+from ratchet.infra.store.judge_answers import FOLDER as ANSWERS
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.records import (
     Expire,

@@ -13,7 +13,7 @@ from ratchet.infra.execution.claims import run_json, run_json_is_readable
 from ratchet.infra.progress import StepProgress, report
 from ratchet.infra.runs.run import no_run
 from ratchet.infra.runs.vacuum import KEPT, Reached
-from ratchet.infra.store import answers
+from ratchet.infra.store import judge_answers
 from ratchet.infra.store.chain import AT_ONCE, Broken, Chain, last_slot
 from ratchet.infra.store.log import TAIL, Corrupt
 from ratchet.infra.store.records import ObjectRef
@@ -69,7 +69,7 @@ def verify(store: RunStore) -> Iterator[Finding]:
     digests |= {key: served_digest(key) for key in keys if is_served(key)}
     yield from _objects(store, digests)
     yield from _beside_the_log(store)
-    yield from _answers(store, [key for key in keys if key.startswith(answers.FOLDER)])
+    yield from _answers(store, [key for key in keys if key.startswith(judge_answers.FOLDER)])
     for key in keys:
         # with a damaged log it is unknown which objects are referenced
         if is_whole and key not in digests and not key.startswith(KEPT):
@@ -141,7 +141,7 @@ def _answers(store: RunStore, keys: list[str]) -> Iterator[Finding]:
     """Checks the judge's answers, several at a time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for key, data in zip(keys, pool.map(store.objects.get_if_there, keys), strict=True):
-            if data is not None and not answers.is_sound(data):
+            if data is not None and not judge_answers.is_sound(data):
                 yield Finding(
                     key,
                     "is damaged",

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from ratchet.infra.store.records import ShardRef, Weights
-from ratchet.infra.workers.engines import Engines
 from ratchet.infra.workers.resources import Resources
+from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.schema import Column
 from ratchet.rlhf.stage_config import StageConfig

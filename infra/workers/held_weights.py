@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ratchet.infra.store.records import Weights
-from ratchet.infra.workers.engines import Engines
+from ratchet.infra.workers.role_engines import Engines
 
 
 class WrongPolicyVersion(Exception):

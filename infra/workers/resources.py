@@ -16,12 +16,12 @@ from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.programs import AgentCalls
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.sections import OnError
-from ratchet.rlhf.data.experts import ExpertAnswers
+from ratchet.rlhf.data.expert_answers import ExpertAnswers
 from ratchet.rlhf.data.prompts import PromptDataset
-from ratchet.rlhf.environments.calls import EnvironmentCalls
 from ratchet.rlhf.environments.environment import load_environment
+from ratchet.rlhf.environments.guarded_calls import EnvironmentCalls
 from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
-from ratchet.rlhf.rewards.pool import AnswerStore, RewardPool
+from ratchet.rlhf.rewards.reward_processes import AnswerStore, RewardPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

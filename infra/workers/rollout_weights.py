@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ratchet.infra.progress import note
 from ratchet.infra.store.records import Weights
-from ratchet.infra.workers.engines import Engines
 from ratchet.infra.workers.held_weights import HeldWeights
 from ratchet.infra.workers.resources import Resources
+from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.data.prompts import encode
 from ratchet.rlhf.distributed import ranks

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from ratchet.infra.store.answers import JudgeAnswers
+from ratchet.infra.store.judge_answers import JudgeAnswers
 from ratchet.infra.store.log import Fenced
 from ratchet.infra.store.records import ObjectRef, ShardRef, Weights
 from ratchet.infra.store.run_store import RunStore
@@ -38,9 +38,9 @@ from ratchet.infra.workers.calls import (
     Updated,
 )
 from ratchet.infra.workers.checkpoints import CheckpointWriter, stored_state
-from ratchet.infra.workers.engines import Engines
 from ratchet.infra.workers.held_weights import HeldWeights, WrongPolicyVersion
 from ratchet.infra.workers.resources import Resources
+from ratchet.infra.workers.role_engines import Engines
 from ratchet.infra.workers.rollout_weights import RolloutWeights
 from ratchet.infra.workers.rollouts import JOURNAL, Generated, Rollouts
 from ratchet.rlhf.batch import TrajectoryBatch

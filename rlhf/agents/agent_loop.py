@@ -20,9 +20,9 @@ from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.sessions import Policy, Recorded, Recorder
 from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.environments.calls import EnvironmentCalls
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 from ratchet.rlhf.environments.environment import EnvironmentFailed
+from ratchet.rlhf.environments.guarded_calls import EnvironmentCalls
 from ratchet.rlhf.errors import EngineLost, NotFinite
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
 

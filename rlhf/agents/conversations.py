@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from ratchet.rlhf.data.chat_turns import render_contents, text_ids, token_ids
 from ratchet.rlhf.data.formats import Message
 from ratchet.rlhf.data.prompts import tokenize_start
-from ratchet.rlhf.data.turns import render_contents, text_ids, token_ids
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 
 if TYPE_CHECKING:

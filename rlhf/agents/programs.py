@@ -15,8 +15,8 @@ from ratchet.rlhf.agents.protocol import MODEL
 from ratchet.rlhf.agents.sessions import Policy, Recorded, Session, SessionLimits
 from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.prompts import structures
-from ratchet.rlhf.environments.calls import Raised, in_thread
 from ratchet.rlhf.environments.dialogues import Dialogue, Result
+from ratchet.rlhf.environments.guarded_calls import Raised, in_thread
 from ratchet.rlhf.errors import raised
 
 LOOP = "agents"

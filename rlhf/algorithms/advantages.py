@@ -17,7 +17,7 @@ from ratchet.rlhf.algorithms.base import Algorithm
 from ratchet.rlhf.algorithms.groups import Groups
 from ratchet.rlhf.algorithms.masked import sequence_mean, sequence_sum, whiten
 from ratchet.rlhf.algorithms.tensor import Tensor
-from ratchet.rlhf.algorithms.turns import Turns
+from ratchet.rlhf.algorithms.turn_values import Turns
 from ratchet.rlhf.errors import UserError
 
 Tokens = Float[Tensor, "batch response"]

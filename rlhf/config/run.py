@@ -241,6 +241,12 @@ class RunConfig(Section):
         return (*learners, *self.averages) if self.train.updates else ("actor",)
 
     @property
+    def frozen(self) -> tuple[str, ...]:
+        """Roles whose weights the log records and no update changes, whether or not the run has them."""
+        kept = {name: role for name, role in ROLES.items() if role.has_versions and not role.learns}
+        return tuple(name for name, role in kept.items() if not role.follows(self))
+
+    @property
     def needs_old_log_probs(self) -> bool:
         return not self.bypass and not self.needs.isdisjoint({"old_log_probs", "entropy"})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ratchet.rlhf.config import RunConfig, parse_config, yaml_text
 from ratchet.rlhf.config.counterparts import Assumed, NoEqual, Settings, Value
 from ratchet.rlhf.config.engines import ENGINES
-from ratchet.rlhf.convert.reading import Given, read_settings
+from ratchet.rlhf.convert.sources import Given, read_settings
 from ratchet.rlhf.errors import UserError, counted
 
 WIDTH = 120

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.data.chat_turns import token_ids
 from ratchet.rlhf.data.files import read
 from ratchet.rlhf.data.formats import Messages, messages_of, with_system
 from ratchet.rlhf.data.prompts import Prompt, beginning, end_of_turn, tokenize_prompt, with_response
-from ratchet.rlhf.data.turns import token_ids
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.data import drawing, files
+from ratchet.rlhf.data.chat_turns import CONTENT, Rendered, around_content, render_contents, token_ids
 from ratchet.rlhf.data.drawing import Drawn
 from ratchet.rlhf.data.folders import data_files, name_of
 from ratchet.rlhf.data.formats import Messages, question_of, text_of, truth_of
-from ratchet.rlhf.data.turns import CONTENT, Rendered, around_content, render_contents, token_ids
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:

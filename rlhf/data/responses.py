@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from ratchet.rlhf.data.chat_turns import CONTENT, around_content, state_of
 from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.data.prompts import end_of_turn
-from ratchet.rlhf.data.turns import CONTENT, around_content, state_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,9 +7,9 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ratchet.rlhf.data.chat_turns import CONTENT, around_content, render_contents, text_ids, token_ids
 from ratchet.rlhf.data.formats import Message, Messages
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.data.turns import CONTENT, around_content, render_contents, text_ids, token_ids
 from ratchet.rlhf.environments.environment import KEY
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Chunk, Request, Sampling

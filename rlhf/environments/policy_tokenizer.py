@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ratchet.rlhf.data.turns import treat_special_tokens
+from ratchet.rlhf.data.chat_turns import treat_special_tokens
 from ratchet.rlhf.environments.environment import load_environment
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.tokenizers import load_tokenizer

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from ratchet.rlhf.data.chat_turns import Rendered, Tokens, token_ids, tokens
 from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.data.prompts import beginning, with_response
 from ratchet.rlhf.data.responses import around_turns
-from ratchet.rlhf.data.turns import Rendered, Tokens, token_ids, tokens
 from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.train.micro_batches import deal

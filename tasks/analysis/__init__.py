@@ -1,1 +1,1 @@
-"""Questions about a run and its config: explain, plan, replay, bisect."""
+"""Questions about a run and its config: explain, plan, reproduce, bisect."""

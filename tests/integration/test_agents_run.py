@@ -128,7 +128,7 @@ def test_branches_are_rows_of_one_trajectory(start: Any, workspace: Path, proces
     shown = processes.cli("show", "whole", "--store", config.run.store)
     assert shown.wait() == 0, shown.text
     assert "user: more" in shown.text and "policy: " in shown.text
-    assert processes.cli("replay", "whole", "--store", config.run.store, "--iteration", 1).wait() in (0, 1)
+    assert processes.cli("reproduce", "whole", "--store", config.run.store, "--iteration", 1).wait() in (0, 1)
     assert not list(Path(history.folder).glob("journals/*/calls/*/*")), "a replay writes nothing"
 
 

@@ -83,7 +83,7 @@ def test_reference_and_average_follow_the_actor(workspace: Path, processes: Proc
     np.testing.assert_allclose(row["ref_log_probs"], log_probs[-len(row["response_ids"]) :], atol=1e-5)
     assert not np.allclose(row["ref_log_probs"], row["rollout_log_probs"], atol=1e-5), "and it is not the actor"
 
-    replayed = processes.cli("replay", "tiny", "--store", config.run.store, "--iteration", 3)
+    replayed = processes.cli("reproduce", "tiny", "--store", config.run.store, "--iteration", 3)
     assert replayed.wait() == 0, replayed.text
     assert "update_reference" in replayed.text
     assert "update_ema" in replayed.text

@@ -159,7 +159,7 @@ def test_a_stage(
     assert (rows["budget_used"] > 0).all()
     assert "timing_s/budget" in metrics
     assert "budget" in copy.says("status", "mine", *store)
-    assert "budget: the same" in copy.says("replay", "mine", *store, "--iteration", 1)
+    assert "budget: the same" in copy.says("reproduce", "mine", *store, "--iteration", 1)
     copy.says("fork", "mine", *store, "--at", "1:budget", "--run", "child")
     child = open_run(f"file://{tmp_path}/runs/child")
     assert "generate" in child.state.stages
@@ -186,7 +186,7 @@ def test_a_second_critic(copy: Copy, workspace: Path, tmp_path: Path, prefect_se
     assert metrics["twin/vf_loss"].between(0.5 * metrics["critic/vf_loss"], 2 * metrics["critic/vf_loss"]).all()
     assert (metrics["twin/grad_norm"] > 0).all()
     assert run.state.weights["twin"].digest != run.state.weights["critic"].digest
-    assert "update_twin: the same" in copy.says("replay", "twins", *store, "--iteration", 2)
+    assert "update_twin: the same" in copy.says("reproduce", "twins", *store, "--iteration", 2)
     copy.says("export", "twins", tmp_path / "exported", *store, "--role", "twin")
     assert "This is the second value model of the run" in (tmp_path / "exported" / "README.md").read_text()
     assert AutoModelForTokenClassification.from_pretrained(tmp_path / "exported").config.num_labels == 1

@@ -98,7 +98,7 @@ TYPED = {
     "ratchet sweep RUN --at K --vary KEY=A,B,C": "ratchet sweep countdown --at 33 --vary actor.lr=1e-4,1e-5",
     "ratchet bisect RUN --reward R": "ratchet bisect countdown --reward format",
     "ratchet bisect RUN --reward STRICT --examples 1": "ratchet bisect countdown --reward format --examples 1",
-    "ratchet replay RUN --iteration K": "ratchet replay countdown --iteration 3",
+    "ratchet reproduce RUN --iteration K": "ratchet reproduce countdown --iteration 3",
     "ratchet explain RUN K": "ratchet explain countdown 33",
     "ratchet export RUN DIR": "ratchet export countdown exported",
     "ratchet ingest RUN -o DIR": "ratchet ingest countdown -o ingested",

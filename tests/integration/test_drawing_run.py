@@ -67,5 +67,5 @@ def test_what_was_drawn_is_a_function_of_what_is_committed(workspace: Path, proc
     resumed = processes.cli("resume", "crash", "--store", config.run.store)
     assert resumed.wait() == 0, resumed.text
     assert History.of(config).results == expected.results
-    replayed = processes.cli("replay", "quiet", "--iteration", 6, "--store", config.run.store)
+    replayed = processes.cli("reproduce", "quiet", "--iteration", 6, "--store", config.run.store)
     assert replayed.wait() == 0, replayed.text

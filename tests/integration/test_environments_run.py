@@ -108,7 +108,7 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
     assert "written by the policy" in (processes.folder / "report.html").read_text()
     held_out = history.run.validation()
     assert held_out["response"].str.contains("XY").any()
-    assert processes.cli("replay", "quiet", "--store", config.run.store, "--iteration", 1).wait() == 0
+    assert processes.cli("reproduce", "quiet", "--store", config.run.store, "--iteration", 1).wait() == 0
 
     config, killed = start("killed", Fault("put", "trajectories/generate/iteration=000001/.*part-00001", "before"))
     assert killed.wait() == -signal.SIGKILL, killed.text

@@ -243,11 +243,11 @@ def test_replay_comes_out_the_same_or_names_what_does_not(
 ) -> None:
     store = ("--store", config.run.store)
     records = len(parent.records)
-    code, out, err = ratchet("replay", "parent", "--iteration", 1, *store)
+    code, out, err = ratchet("reproduce", "parent", "--iteration", 1, *store)
     assert code == 0, err
     assert out.count("the same") == 8
     monkeypatch.setenv("REWARD_OF_LETTERS", "0.25")  # a reward that depends on more than its code
-    code, out, err = ratchet("replay", "parent", "--iteration", 1, *store)
+    code, out, err = ratchet("reproduce", "parent", "--iteration", 1, *store)
     assert code == 1
     assert "score: column score of it000001-p0000" in out
     assert "now 0.25" in out

@@ -121,7 +121,7 @@ def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: 
     assert frame["values"].map(max).max() > 0, "the critic knows something from the start"
     held_out = history.run.validation()
     assert held_out["score"].nunique() > 1
-    assert processes.cli("replay", "ppo", "--store", config.run.store, "--iteration", 1).wait() == 0
+    assert processes.cli("reproduce", "ppo", "--store", config.run.store, "--iteration", 1).wait() == 0
 
     # another weight keeps what the model said, another model does not
     store = ("--store", config.run.store)

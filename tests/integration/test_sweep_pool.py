@@ -15,7 +15,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import AwaitingRetry, Cancelled, Completed, Failed
 
-from ratchet.flows.pool import Pool, check_server
+from ratchet.flows.prefect_pool import Pool, check_server
 from ratchet.infra.store.log import Fenced
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import RatchetError, UserError

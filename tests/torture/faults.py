@@ -341,7 +341,7 @@ def _commands(victim: Victim) -> list[tuple[object, ...]]:
         ("rescore", "run", "--run", "scored", "--reward", "tests.rewards:digits"),
         ("report", "run", "-o", page),
         ("export", "run", export),
-        ("replay", "run", "--iteration", 0),
+        ("reproduce", "run", "--iteration", 0),
         ("show", "run"),
         ("query", "run", "select count(*) from trajectories"),
         ("explain", "run", 1),

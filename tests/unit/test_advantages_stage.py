@@ -9,8 +9,8 @@ import pytest
 
 from ratchet.infra.progress import Event, Note, listening
 from ratchet.infra.workers.calls import Call, Context
-from ratchet.infra.workers.engines import Engines
 from ratchet.infra.workers.resources import Resources
+from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import parse_config
 from ratchet.rlhf.errors import UserError

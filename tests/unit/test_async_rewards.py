@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.rlhf.rewards import pool
+from ratchet.rlhf.rewards import reward_processes
 from ratchet.rlhf.rewards.functions import RewardFailed, Score
-from ratchet.rlhf.rewards.pool import RewardPool
+from ratchet.rlhf.rewards.reward_processes import RewardPool
 from tests.scoring import pool_of, trajectory
 
 REWARDS = """
@@ -71,7 +71,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hostile(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]:
-    monkeypatch.setattr(pool, "BLOCKED_S", 1.0)
+    monkeypatch.setattr(reward_processes, "BLOCKED_S", 1.0)
     started = pool_of({f"{file}:hostile": 1.0}, workers=2, timeout_s=2.0)
     yield started
     started.close()

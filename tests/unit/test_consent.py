@@ -66,7 +66,7 @@ RUNS: dict[str, list[str]] = {
     "sweep": [RUN, "--at", "1:update_actor", "--vary", "actor.lr=1e-5,1e-4"],
     "relabel": [RUN, "--run", "round"],
     "rescore": [RUN, "--run", "again"],
-    "replay": [RUN, "--iteration", "0"],
+    "reproduce": [RUN, "--iteration", "0"],
     "evaluate": [RUN, "--data", "held_out.parquet"],
     "serve": [RUN, "--port", "0"],
 }

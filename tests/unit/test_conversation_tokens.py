@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from ratchet.rlhf.agents.conversations import Branch, ChatConversation, Completion, Conversation
+from ratchet.rlhf.data.chat_turns import Rendered, special_in, token_ids, tokens, treat_special_tokens
 from ratchet.rlhf.data.prompts import Prompt, tokenize_prompt, tokenize_start, with_response
-from ratchet.rlhf.data.turns import Rendered, special_in, token_ids, tokens, treat_special_tokens
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 from ratchet.rlhf.rollout.engine import Request
 from tests.padded import properties

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.rlhf.data import countdown as data
-from ratchet.rlhf.data.countdown import Problem
+from ratchet.rlhf.data import countdown_dataset as data
+from ratchet.rlhf.data.countdown_dataset import Problem
 from ratchet.rlhf.rewards.countdown import MAX_DEPTH, MAX_DIGITS, MAX_LENGTH, Malformed, compute_score, evaluate, parse
 
 WELL_FORMED_BUT_WRONG = {"score": 0.0, "well_formed": 1.0}
@@ -612,7 +612,7 @@ def test_the_same_seed_gives_the_same_tables() -> None:
 
 def test_another_process_generates_the_same_bytes_without_torch() -> None:
     script = (
-        "import sys; from ratchet.rlhf.data import countdown as data; assert 'torch' not in sys.modules;"
+        "import sys; from ratchet.rlhf.data import countdown_dataset as data; assert 'torch' not in sys.modules;"
         "assert 'pyarrow' not in sys.modules; found = data.problems(6, 40);"
         "print(found, data.rows(found).to_pylist(), data.sft_rows(found, 1).to_pylist())"
     )

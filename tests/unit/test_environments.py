@@ -22,7 +22,6 @@ from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset
 from ratchet.rlhf.environments.calculator import Environment as Calculator
 from ratchet.rlhf.environments.calculator import calculate
-from ratchet.rlhf.environments.calls import RESETS, EnvironmentCalls, try_environment
 from ratchet.rlhf.environments.dialogues import Beginning, Dialogue, content_ids
 from ratchet.rlhf.environments.environment import (
     EnvironmentFailed,
@@ -31,6 +30,7 @@ from ratchet.rlhf.environments.environment import (
     environment_digest,
     load_environment,
 )
+from ratchet.rlhf.environments.guarded_calls import RESETS, EnvironmentCalls, try_environment
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
 from tests import tiny

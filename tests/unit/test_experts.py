@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet.rlhf.algorithms.experts import LUFFY
-from ratchet.rlhf.data.experts import ExpertAnswers
+from ratchet.rlhf.data.expert_answers import ExpertAnswers
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.tokenizers import load_tokenizer

@@ -36,9 +36,9 @@ from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
 from ratchet.rlhf.agents.sessions import Recorder
-from ratchet.rlhf.environments.calls import EnvironmentCalls
 from ratchet.rlhf.environments.dialogues import Dialogue
 from ratchet.rlhf.environments.environment import Observation
+from ratchet.rlhf.environments.guarded_calls import EnvironmentCalls
 from ratchet.rlhf.errors import EngineLost, NotFinite
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from ratchet.infra.store.answers import JudgeAnswers, key_of
+from ratchet.infra.store.judge_answers import JudgeAnswers, key_of
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
 from ratchet.rlhf.config import JudgeConfig, RewardConfig, parse_config
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.errors import RatchetError, UserError
 from ratchet.rlhf.rewards.functions import RewardFailed, Score, Trajectory
-from ratchet.rlhf.rewards.pool import AnswerStore, RewardPool, try_rewards
 from ratchet.rlhf.rewards.registry import check_rewards, reward_digest
+from ratchet.rlhf.rewards.reward_processes import AnswerStore, RewardPool, try_rewards
 from tests.judge_server import JudgeServer, judge_server
 from tests.scoring import pool_of, trajectory, written
 

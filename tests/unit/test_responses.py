@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from ratchet.infra.store.records import Weights
 from ratchet.infra.workers.calls import Call, Context
-from ratchet.infra.workers.engines import Engines
 from ratchet.infra.workers.resources import Resources
+from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.batch import TrajectoryBatch
-from ratchet.rlhf.data.countdown import solutions
+from ratchet.rlhf.data.countdown_dataset import solutions
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 from ratchet.rlhf.models.tokenizers import load_tokenizer

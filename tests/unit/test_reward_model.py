@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from examples.countdown_model import build_tokenizer
-from ratchet.infra.workers.engines import Engines
+from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.config import RewardModelConfig, parse_config
 from ratchet.rlhf.data.formats import Message, Messages
 from ratchet.rlhf.data.prompts import with_response

@@ -18,7 +18,7 @@ from ratchet.rlhf.config import DataConfig, ModelConfig, RewardConfig
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.errors import NotFinite, UserError
 from ratchet.rlhf.rewards.functions import RewardFailed, Score, Trajectory
-from ratchet.rlhf.rewards.pool import RewardPool, try_rewards
+from ratchet.rlhf.rewards.reward_processes import RewardPool, try_rewards
 from tests import tiny
 from tests.crash.test_two_drivers import wait_until
 from tests.scoring import pool_of, trajectory, written

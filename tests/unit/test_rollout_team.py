@@ -56,7 +56,7 @@ def take_turns(folder: Path) -> None:
 
     The rank for which the other one must wait is late: it moves its model when the other one has moved.
     """
-    from ratchet.infra.workers.engines import Engines
+    from ratchet.infra.workers.role_engines import Engines
     from ratchet.rlhf.distributed import ranks
     from ratchet.rlhf.rollout import rollout_team
     from ratchet.rlhf.rollout.rollout_team import LentDevices

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ratchet.infra.execution.snapshots import Snapshots, describe, is_affordable
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.run_store import RunStore
-from ratchet.infra.workers.groups import WorkerGroups
 from ratchet.infra.workers.worker import Worker
+from ratchet.infra.workers.worker_groups import WorkerGroups
 from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.padded import properties

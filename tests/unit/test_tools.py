@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
 from ratchet.rlhf.config import ModelConfig, parse_config
 from ratchet.rlhf.config.sections import EnvironmentConfig
-from ratchet.rlhf.environments.calls import EnvironmentCalls
 from ratchet.rlhf.environments.dialogues import content_ids, is_prefix_stable
 from ratchet.rlhf.environments.environment import Observation, environment_digest
+from ratchet.rlhf.environments.guarded_calls import EnvironmentCalls
 from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
 from ratchet.rlhf.environments.tools import Environment, MalformedCall, ToolCall, tool_calls
 from ratchet.rlhf.errors import UserError

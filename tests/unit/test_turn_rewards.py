@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from ratchet.infra.workers.calls import Call, Context
-from ratchet.infra.workers.engines import Engines
 from ratchet.infra.workers.resources import Resources
+from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig, parse_config
 from ratchet.rlhf.errors import UserError

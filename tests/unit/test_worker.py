@@ -18,8 +18,8 @@ from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import ShardRef, Weights
 from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.calls import Call, Context, RowsCall, ShardOutput, ShardSummary, UpdateCall
-from ratchet.infra.workers.engines import Engines
 from ratchet.infra.workers.held_weights import WrongPolicyVersion
+from ratchet.infra.workers.role_engines import Engines
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.errors import NotFinite

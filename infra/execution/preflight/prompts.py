@@ -11,19 +11,19 @@ from ratchet.infra.execution.preflight.mistakes import refuse
 from ratchet.infra.progress import note
 from ratchet.rlhf.built_in_rewards import COMPARING
 from ratchet.rlhf.config import DataConfig, EnvironmentConfig, ModelConfig, RewardConfig, RunConfig
+from ratchet.rlhf.data.chat_turns import special_in
 from ratchet.rlhf.data.formats import formulas_of
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset, check_length, render
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.data.turns import special_in
-from ratchet.rlhf.environments.calls import try_environment
+from ratchet.rlhf.environments.guarded_calls import try_environment
 from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
 from ratchet.rlhf.errors import UserError, counted
 from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.rewards import auto
 from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS
 from ratchet.rlhf.rewards.math import boxed
-from ratchet.rlhf.rewards.pool import TrialAnswer, compare_columns, try_rewards
 from ratchet.rlhf.rewards.registry import can_be_right
+from ratchet.rlhf.rewards.reward_processes import TrialAnswer, compare_columns, try_rewards
 from ratchet.rlhf.validation import reported
 
 if TYPE_CHECKING:

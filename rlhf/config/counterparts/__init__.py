@@ -4,8 +4,16 @@
 """
 
 from ratchet.rlhf.config.counterparts.answers import answers
-from ratchet.rlhf.config.counterparts.base import Assumed, Converted, Counterpart, NoEqual, Settings, Source, Value
 from ratchet.rlhf.config.counterparts.openrlhf import OPENRLHF
+from ratchet.rlhf.config.counterparts.translation import (
+    Assumed,
+    Converted,
+    Counterpart,
+    NoEqual,
+    Settings,
+    Source,
+    Value,
+)
 from ratchet.rlhf.config.counterparts.trl import GRPO, PPO
 from ratchet.rlhf.config.counterparts.verl import VERL
 

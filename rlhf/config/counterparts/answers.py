@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ratchet.rlhf.config.counterparts.base import Assumed, Counterpart, NoEqual, Settings, Source, Value
+from ratchet.rlhf.config.counterparts.translation import Assumed, Counterpart, NoEqual, Settings, Source, Value
 from ratchet.rlhf.config.reading import yaml_text
 from ratchet.rlhf.errors import UserError
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ratchet.rlhf.config.counterparts.base import (
+from ratchet.rlhf.config.counterparts.shared import (
+    LENGTH,
+    NO_DUAL_CLIP,
+    data_file,
+    known_iterations,
+    lr_schedule,
+    run_length,
+    run_name,
+)
+from ratchet.rlhf.config.counterparts.translation import (
     Assumed,
     Conversion,
     Converted,
@@ -20,15 +29,6 @@ from ratchet.rlhf.config.counterparts.base import (
     computed,
     direct,
     without_equal,
-)
-from ratchet.rlhf.config.counterparts.shared import (
-    LENGTH,
-    NO_DUAL_CLIP,
-    data_file,
-    known_iterations,
-    lr_schedule,
-    run_length,
-    run_name,
 )
 
 ESTIMATORS: dict[str, Value] = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ratchet.rlhf.algorithms import PolicyLoss
-from ratchet.rlhf.config.counterparts.base import Assumed, Converted, NoEqual, Settings, Value
+from ratchet.rlhf.config.counterparts.translation import Assumed, Converted, NoEqual, Settings, Value
 from ratchet.rlhf.config.sections import ENDINGS
 
 

@@ -6,19 +6,6 @@ and of the ModelConfig and ScriptArguments of its scripts.
 
 from __future__ import annotations
 
-from ratchet.rlhf.config.counterparts.base import (
-    Assumed,
-    Conversion,
-    Converted,
-    Counterpart,
-    NoEqual,
-    Settings,
-    Source,
-    Value,
-    computed,
-    direct,
-    without_equal,
-)
 from ratchet.rlhf.config.counterparts.shared import (
     LENGTH,
     NO_DUAL_CLIP,
@@ -30,6 +17,19 @@ from ratchet.rlhf.config.counterparts.shared import (
     run_length,
     run_name,
     services,
+)
+from ratchet.rlhf.config.counterparts.translation import (
+    Assumed,
+    Conversion,
+    Converted,
+    Counterpart,
+    NoEqual,
+    Settings,
+    Source,
+    Value,
+    computed,
+    direct,
+    without_equal,
 )
 
 ATTENTION: dict[str, Value] = {

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ratchet.rlhf.config.counterparts.base import (
+from ratchet.rlhf.config.counterparts.shared import (
+    LENGTH,
+    known_iterations,
+    loss_option,
+    lr_schedule,
+    run_length,
+    run_name,
+    services,
+    sole_file,
+)
+from ratchet.rlhf.config.counterparts.translation import (
     Assumed,
     Conversion,
     Converted,
@@ -17,16 +27,6 @@ from ratchet.rlhf.config.counterparts.base import (
     computed,
     direct,
     without_equal,
-)
-from ratchet.rlhf.config.counterparts.shared import (
-    LENGTH,
-    known_iterations,
-    loss_option,
-    lr_schedule,
-    run_length,
-    run_name,
-    services,
-    sole_file,
 )
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.engines import VLLMConfig
 from ratchet.rlhf.config.roles import ROLES, is_critic
-from ratchet.rlhf.data.turns import treat_special_tokens
+from ratchet.rlhf.data.chat_turns import treat_special_tokens
 from ratchet.rlhf.models.loading import actor_skeleton, critic_skeleton, load_reward_model
 from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.rollout.rollout_team import RolloutTeam

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet.infra.execution.fine_tuning import Fitting
+from ratchet.infra.execution.fine_tuning_run import Fitting
 from ratchet.infra.progress import StepProgress, report
 from ratchet.infra.runs.model_card import fit_card
 from ratchet.infra.runs.run import CARD

@@ -28,7 +28,7 @@ from ratchet.tasks.worker_calls import call_of, on_worker
 
 
 @dataclass(frozen=True)
-class Replayed:
+class Reproduced:
     """A committed stage, recomputed."""
 
     stage: str
@@ -37,7 +37,7 @@ class Replayed:
     """The first difference, such as a column and a trajectory; empty if there is none."""
 
 
-def replay(run: Run, iteration: int) -> Iterator[Replayed]:
+def reproduce(run: Run, iteration: int) -> Iterator[Reproduced]:
     """Recomputes every committed stage of an iteration from its committed inputs, in order.
 
     The shards after the first difference of a stage are not recomputed. Raises `UserError` if the iteration has
@@ -73,7 +73,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
             before, after = manifest.weights.digest, updated.weights.digest
             if before != after:
                 difference = f"weights of the {stage.role}: {before[:18]} was committed, now {after[:18]}"
-            yield Replayed(stage.name, before == after, difference + _of_older_code(difference, stage, manifest))
+            yield Reproduced(stage.name, before == after, difference + _of_older_code(difference, stage, manifest))
             continue
         for number, shard in enumerate(manifest.shards):
             report(StageProgress(iteration=iteration, stage=stage.name, done=number, total=len(manifest.shards)))
@@ -84,7 +84,7 @@ def replay(run: Run, iteration: int) -> Iterator[Replayed]:
             difference = first_difference(store.read_shard(shard), output.batch.table)
             if difference:
                 break
-        yield Replayed(stage.name, not difference, difference + _of_older_code(difference, stage, manifest))
+        yield Reproduced(stage.name, not difference, difference + _of_older_code(difference, stage, manifest))
 
 
 def _of_older_code(difference: str, stage: Stage, manifest: Manifest) -> str:
