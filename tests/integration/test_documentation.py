@@ -143,8 +143,8 @@ class Command:
     @property
     def reason_not_to_run(self) -> str | None:
         """The key in NOT_RUN."""
-        texts = self.text, shlex.join(self.words)
-        return next((start for start in NOT_RUN if any(text.startswith(start) for text in texts)), None)
+        texts = (self.text, shlex.join(self.words))
+        return next((start for text in texts for start in NOT_RUN if text.startswith(start)), None)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
