@@ -21,6 +21,7 @@ from ratchet.rlhf.config.published import published, published_text
 from ratchet.rlhf.config.roles import ROLES, is_critic
 from ratchet.rlhf.errors import counted
 from ratchet.rlhf.models import lora
+from ratchet.rlhf.models.hf_configs import model_config
 from ratchet.rlhf.models.model_folders import base_models, hub_name
 from ratchet.rlhf.models.tokenizers import has_chat_template
 
@@ -205,10 +206,16 @@ def _validation(run: Run, config: RunConfig, checkpoint: Checkpoint, iterations:
 
 def _usage(config: RunConfig, role: str, name: str, base: str | None) -> str:
     """Writes code that loads the folder, and that lets a policy answer, with transformers and with vLLM."""
+    from ratchet.rlhf.models import scalar_heads
+
     model = config.model_of(role)
     auto = "AutoModelForTokenClassification" if is_critic(role) else "AutoModelForCausalLM"
     imports, paths = [f"from transformers import {auto}, AutoTokenizer"], [PATH]
     loads, parts = f"{auto}.from_pretrained(path)", list[str]()
+    if is_critic(role) and scalar_heads.register(model_config(model)):
+        imports = [f"from transformers import AutoConfig, {auto}, AutoTokenizer"]
+        imports.append("from ratchet.rlhf.models import scalar_heads")
+        paths.append("scalar_heads.register(AutoConfig.from_pretrained(path))  # transformers has no such critic")
     if base is not None:
         imports.insert(0, "from peft import PeftModel")
         labels = ", num_labels=1" if is_critic(role) else ""

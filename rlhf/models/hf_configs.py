@@ -71,6 +71,10 @@ def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None
     known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING
     auto_class = "AutoModelForTokenClassification" if is_critic else "AutoModelForCausalLM"
     config = model_config(model, key)
+    if is_critic:
+        from ratchet.rlhf.models import scalar_heads
+
+        scalar_heads.register(config)
     if model.kernels == "liger" and importlib.util.find_spec("liger_kernel") is not None:
         check_liger(config.model_type)
     if type(config) in known or auto_class in (getattr(config, "auto_map", None) or {}):

@@ -86,6 +86,8 @@ def check_reward_model(model: RewardModelConfig) -> None:
     from safetensors import safe_open
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+    from ratchet.rlhf.models import scalar_heads
+
     folder = model_folder(model)
     stored: set[str] = set()
     for path in folder.glob("*.safetensors"):
@@ -93,6 +95,7 @@ def check_reward_model(model: RewardModelConfig) -> None:
             stored.update(file.keys())
     auto = AutoModelForTokenClassification if model.kind == "process" else AutoModelForSequenceClassification
     config = model_config(model, "reward.model")
+    scalar_heads.register(config)
     # only the names of the parameters matter
     with torch.device("meta"):
         whole = auto.from_config(config, trust_remote_code=model.trust_remote_code)
@@ -139,10 +142,13 @@ def _skeleton(
     """Builds a model without weights, and lists the parameters that its folder lacks."""
     from transformers.utils import logging
 
+    from ratchet.rlhf.models import scalar_heads
+
     folder = model_folder(model)
     logging.set_verbosity_error()  # transformers would warn about a critic's new head
     logging.disable_progress_bar()
     config = model_config(model, num_labels=num_labels)
+    scalar_heads.register(config)
     without_noise(config)
     options = {
         "attn_implementation": attention_of(model)[0],

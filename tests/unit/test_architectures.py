@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
+from ratchet.rlhf.algorithms.objectives import CriticObjective
+from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.hf_configs import attention_of, check_architecture
-from ratchet.rlhf.models.loading import load_actor, load_critic
+from ratchet.rlhf.models.loading import load_actor, load_critic, load_scorer, save
 from ratchet.rlhf.models.token_outputs import Head
+from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.torch_engine import TorchEngine
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -44,12 +50,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "xglm": {"num_layers": 1, "attention_heads": 2, "ffn_dim": 32, "d_model": 16},
 }
 
+IDS = torch.tensor([[3, 7, 11, 2, 40]])
 BATCH = TrajectoryBatch.of({"prompt_ids": [[3, 7], [5]], "response_ids": [[11, 2, 40], [9, 1, 1, 30]]})
 
 
-def folder(path: Path, kind: str, head: Head = "policy") -> ModelConfig:
+def folder(path: Path, kind: str, head: Head = "policy", **sizes: Any) -> ModelConfig:
     """A model with random weights, and much dropout wherever its config names one."""
-    config = AutoConfig.for_model(kind, **{"vocab_size": 50, "hidden_size": 16, "pad_token_id": 0} | SMALL[kind])
+    sizes = {"vocab_size": 50, "hidden_size": 16, "pad_token_id": 0} | SMALL.get(kind, {}) | sizes
+    config = AutoConfig.for_model(kind, **sizes)
     for name in [name for name in vars(config) if "dropout" in name or "pdrop" in name]:
         setattr(config, name, 0.5)
     auto = AutoModelForCausalLM if head == "policy" else AutoModelForTokenClassification
@@ -70,7 +78,7 @@ def test_an_architecture_that_cannot_be_what_is_asked_for_is_refused(kind: str, 
             check_architecture(model, "model", is_critic=False)
     else:
         check_architecture(model, "model", is_critic=False)
-    if kind == "opt":
+    if kind == "opt":  # which projects its last hidden states: a head has another size
         with pytest.raises(UserError, match=r"critic.model.path .* for opt, so it cannot be the critic: name another"):
             check_architecture(model, "critic.model", is_critic=True)
     else:
@@ -79,7 +87,93 @@ def test_an_architecture_that_cannot_be_what_is_asked_for_is_refused(kind: str, 
 
 def test_a_fit_of_what_transformers_has_no_class_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="transformers has no AutoModelForTokenClassification for opt: start from"):
-        load_critic(folder(tmp_path, "opt"))
+        load_critic(folder(tmp_path, "opt", word_embed_proj_dim=8))
+
+
+HYBRID = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+WITHOUT_CLASSIFIER: dict[str, dict[str, Any]] = {
+    "falcon_h1": {
+        **HYBRID,
+        "head_dim": 8,
+        "mamba_d_ssm": 16,
+        "mamba_n_heads": 2,
+        "mamba_d_head": 8,
+        "mamba_d_state": 4,
+    },
+    "gemma3_text": {**HYBRID, "head_dim": 8},
+    "granite": HYBRID,
+    "jamba": {**HYBRID, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
+    "lfm2": {**HYBRID, "layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "state_size": 4, "n_groups": 1},
+    "olmo3": HYBRID,
+    "qwen3_5_text": {
+        **HYBRID,
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+}
+"""Decoders that transformers has only as language models."""
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", WITHOUT_CLASSIFIER)
+def test_any_decoder_can_be_a_critic_and_a_reward_model(kind: str, tmp_path: Path) -> None:
+    model = folder(tmp_path / "policy", kind, **WITHOUT_CLASSIFIER[kind])
+    check_architecture(model, "critic.model", is_critic=True)
+    actor = load_actor(model).eval()
+    for number, load in enumerate((load_critic, load_scorer)):
+        classifier = load(model).eval()
+        assert not classifier.score.weight.any(), "a new head starts at zero"
+        torch.nn.init.normal_(classifier.score.weight)
+        with torch.no_grad():
+            hidden = actor.base_model(input_ids=IDS, use_cache=False).last_hidden_state
+            expected = torch.nn.functional.linear(hidden, classifier.score.weight, classifier.score.bias)
+            if load is load_critic:
+                torch.testing.assert_close(classifier(input_ids=IDS, use_cache=False).logits, expected)
+            save(classifier, tmp_path / f"{number}")
+            again = load(ModelConfig(path=str(tmp_path / f"{number}"), dtype="float32")).eval()
+            assert torch.equal(again.score.weight, classifier.score.weight)
+            again_hidden = again.base_model(input_ids=IDS, use_cache=False).last_hidden_state
+            torch.testing.assert_close(again_hidden, hidden)
+
+
+def test_transformers_loads_such_a_critic_after_a_line(tmp_path: Path) -> None:
+    """As its model card says."""
+    save(load_critic(folder(tmp_path / "policy", "lfm2", **WITHOUT_CLASSIFIER["lfm2"])), tmp_path / "critic")
+    script = """
+import sys
+from transformers import AutoConfig, AutoModelForTokenClassification
+from ratchet.rlhf.models import scalar_heads
+scalar_heads.register(AutoConfig.from_pretrained(sys.argv[1]))
+model, read = AutoModelForTokenClassification.from_pretrained(sys.argv[1], output_loading_info=True)
+print(type(model).__name__, *read["missing_keys"], *read["unexpected_keys"])
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "critic")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() == ["Lfm2TokenClassifier"]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", WITHOUT_CLASSIFIER)
+def test_such_a_critic_learns(kind: str, tmp_path: Path) -> None:
+    engine = TorchEngine(load_critic(folder(tmp_path, kind, **WITHOUT_CLASSIFIER[kind])), "value")
+    ones = [[1.0] * length for length in BATCH.lengths("response_ids")]
+    batch = BATCH
+    for name, column in (("loss_mask", ones), ("returns", ones), ("values", ones)):
+        batch = batch.with_column(name, pa.array(column, pa.list_(pa.float32())))
+    plan = OptimizerPlan(
+        lr=0.01,
+        optimizer=AdamW(),
+        grad_clip=None,
+        micro_batch_tokens=64,
+        mini_batches=((0, 1),) * 20,
+        temperature=1.0,
+    )
+    engine.update(batch, CriticObjective(cliprange_value=None), plan)
+    assert np.abs(inferred(engine) - 1).mean() < 0.5, "it began at 0"
 
 
 def inferred(engine: TorchEngine) -> np.ndarray:

@@ -1,0 +1,80 @@
+"""Classifiers of decoders that transformers has only as language models: the decoder with a linear head on top.
+
+They have the form of transformers' own generic classifiers and are registered with its Auto classes, so that they load
+what it saved, and it loads what Ratchet saves once they are registered in that process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassifierOutput
+
+
+class TokenClassifier(GenericForTokenClassification):
+    """Scores every token. Reads nothing but the last hidden states: recurrent decoders have no attentions to return."""
+
+    def forward(self, input_ids: Tensor, **inputs: Any) -> TokenClassifierOutput:
+        hidden = self.base_model(input_ids=input_ids, **inputs).last_hidden_state
+        return TokenClassifierOutput(logits=self.score(self.dropout(hidden)))
+
+
+class SequenceClassifier(GenericForSequenceClassification):
+    """Scores the last token that is not padding."""
+
+    def forward(self, input_ids: Tensor, **inputs: Any) -> SequenceClassifierOutput:
+        hidden = self.base_model(input_ids=input_ids, **inputs).last_hidden_state
+        is_token = input_ids != self.config.get_text_config().pad_token_id
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last = (positions * is_token).argmax(-1)
+        return SequenceClassifierOutput(logits=self.score(hidden)[torch.arange(len(last), device=last.device), last])
+
+
+def register(config: PreTrainedConfig) -> bool:
+    """Registers a token classifier and a sequence classifier of a decoder, where transformers has none.
+
+    Returns:
+        True if transformers has no token classifier of its own for this decoder, but there is one now.
+    """
+    kind = type(config)
+    is_language_model = kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_MAPPING
+    if is_language_model and not config.is_encoder_decoder and _outputs_hidden_size(config):
+        language_model = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+        # transformers overlooks a class for one of its own configs without exist_ok
+        if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+            built = _classifier(config, language_model, TokenClassifier)
+            AutoModelForTokenClassification.register(kind, built, exist_ok=True)
+        if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            built = _classifier(config, language_model, SequenceClassifier)
+            AutoModelForSequenceClassification.register(kind, built, exist_ok=True)
+    known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    return kind in known and issubclass(known[kind], TokenClassifier)
+
+
+def _outputs_hidden_size(config: PreTrainedConfig) -> bool:
+    """True unless the decoder projects its last hidden states, as the OPT of 350 M does."""
+    text = config.get_text_config()
+    size = getattr(text, "hidden_size", None)
+    return size is not None and getattr(text, "word_embed_proj_dim", size) == size
+
+
+def _classifier(config: PreTrainedConfig, language_model: type[PreTrainedModel], generic: type) -> type:
+    """Returns a class such as `Qwen3NextTokenClassifier`, from the base class of the family."""
+    family = next(base for base in language_model.__mro__ if PreTrainedModel in base.__bases__)
+    name = f"{language_model.__name__.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}{generic.__name__}"
+    # the prefix of the language model, so that its weights have the same names here
+    members = {"config_class": type(config), "base_model_prefix": language_model.base_model_prefix}
+    return type(name, (generic, family), members)
