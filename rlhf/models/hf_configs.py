@@ -86,6 +86,17 @@ def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None
     )
 
 
+def check_unquantized(model: ModelConfig) -> None:
+    """Raises UserError for a model whose weights are quantized: their rounding steps are larger than an update."""
+    settings = getattr(model_config(model), "quantization_config", None)
+    if settings is not None:
+        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings.quant_method
+        raise UserError(
+            f"{model.path} is quantized ({method}), so it cannot be trained: name the unquantized model that it was "
+            "made from, or a copy that transformers dequantized (model.dequantize(), then save_pretrained)"
+        )
+
+
 def attention_of(model: ModelConfig) -> tuple[str, str | None]:
     """Returns the attention kernel for a model, and the reason if it is not the configured one."""
     if model.attention != "sdpa":

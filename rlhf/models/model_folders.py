@@ -101,6 +101,11 @@ def check_weights(folder: Path, key: str = "model") -> None:
     from safetensors import SafetensorError, safe_open
 
     paths = sorted(folder.glob("*.safetensors"))
+    if not paths and (gguf := sorted(folder.glob("*.gguf"))):
+        raise UserError(
+            f"{key}.path {folder} holds GGUF weights ({gguf[0].name}), which are quantized: name the model's folder of "
+            "safetensors"
+        )
     if not paths:
         raise UserError(f"{key}.path {folder} holds no safetensors: convert its weights with save_pretrained")
     for path in paths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,9 @@ from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models.hf_configs import attention_of, check_architecture
+from ratchet.rlhf.models.hf_configs import attention_of, check_architecture, check_unquantized
 from ratchet.rlhf.models.loading import load_actor, load_critic, load_scorer, save
+from ratchet.rlhf.models.model_folders import check_weights
 from ratchet.rlhf.models.token_outputs import Head
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.torch_engine import TorchEngine
@@ -237,3 +239,19 @@ def test_attention_that_is_asked_for_stays(tmp_path: Path) -> None:
     assert attention_of(model) == ("sdpa", None)
     flex = model.model_copy(update={"attention": "flex_attention"})
     assert attention_of(flex) == ("flex_attention", None)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_a_quantized_model_is_not_trained(method: str, tmp_path: Path) -> None:
+    model = folder(tmp_path, "llama")
+    check_unquantized(model)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(UserError, match=rf"is quantized \({method}\), so it cannot be trained: name the unquantized"):
+        check_unquantized(ModelConfig(path=str(tmp_path), dtype="float32"))
+
+
+def test_gguf_weights_are_named(tmp_path: Path) -> None:
+    (tmp_path / "small-q8.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"^critic.model.path .* holds GGUF weights \(small-q8.gguf\), which are"):
+        check_weights(tmp_path, "critic.model")

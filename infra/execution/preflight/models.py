@@ -17,6 +17,7 @@ from ratchet.rlhf.models.hf_configs import (
     attention_heads,
     attention_of,
     check_architecture,
+    check_unquantized,
     longest_sequence,
     text_config,
 )
@@ -38,6 +39,7 @@ def check_models(config: RunConfig) -> None:
     critics = [role for role in config.readers if is_critic(role)]
     check_all(
         partial(check_architecture, config.model, "model", is_critic=False),
+        *(partial(check_unquantized, config.model_of(role)) for role in config.readers if ROLES[role].learns),
         partial(_check_heads, config),
         partial(_check_heads_of_vllm, config),
         *(partial(_check_megatron, config, role) for role in config.readers),
