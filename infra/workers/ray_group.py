@@ -112,7 +112,8 @@ class RayWorker:
 
     def do(self, term: int, call: partial[Any]) -> tuple[bool, Any]:
         """Runs a call for a driver's term. Returns True and its result, or False and an error for the driver."""
-        self.busy += 1
+        with self._fencing:
+            self.busy += 1
         try:
             with self._fencing:  # a drop is done beside another call, which may be a newer driver's
                 self.worker.accept_term(term)
@@ -127,7 +128,8 @@ class RayWorker:
                 return False, GroupLost(f"rank {self.rank} failed: {in_one_line(error)}")
             raise
         finally:
-            self.busy -= 1
+            with self._fencing:
+                self.busy -= 1
             self.last = time.monotonic()
 
     def _end_when_idle(self) -> None:

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassifierOutput
 
 
-class TokenClassifier(GenericForTokenClassification):
+class TokenClassifier(GenericForTokenClassification):  # type: ignore[misc]
     """Scores every token. Reads nothing but the last hidden states: recurrent decoders have no attentions to return."""
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> TokenClassifierOutput:
@@ -32,7 +32,7 @@ class TokenClassifier(GenericForTokenClassification):
         return TokenClassifierOutput(logits=self.score(self.dropout(hidden)))
 
 
-class SequenceClassifier(GenericForSequenceClassification):
+class SequenceClassifier(GenericForSequenceClassification):  # type: ignore[misc]
     """Scores the last token that is not padding."""
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> SequenceClassifierOutput:

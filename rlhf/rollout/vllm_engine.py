@@ -137,8 +137,10 @@ class VLLMProcess:
         """Calls a method in the process and returns its result. Raises `EngineLost`."""
         assert not named, "arguments are sent by position"
         with self._calling:
+            if not self.requests:
+                self._last = time.monotonic()
+            self._waits = True  # before the message is sent: whoever notices a lost process then tells this call
             self.send("call", method, arguments)
-            self._waits = True
             answer: Any
             good, answer = (False, self.lost) if self.lost is not None else self._answers.get()
             self._waits = False
