@@ -74,6 +74,17 @@ class Sampling:
         """True if some tokens are never drawn; at temperature 0 there is nothing to truncate."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
+    @property
+    def parameters(self) -> dict[str, float | list[str]]:
+        """The options as vLLM and SGLang call them, neutral if nothing is truncated."""
+        truncation = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return {
+            "temperature": self.temperature,
+            **(truncation if self.truncates else neutral),
+            "stop": list(self.stop),
+        }
+
 
 @dataclass(frozen=True)
 class Generation:

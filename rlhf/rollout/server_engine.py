@@ -87,10 +87,7 @@ class VLLMApi:
         body = {
             "model": self.models[ask.url],
             "prompt": list(request.prompt_ids),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p if sampling.truncates else 1.0,
-            "top_k": sampling.top_k if sampling.truncates else 0,
-            "min_p": sampling.min_p if sampling.truncates else 0.0,
+            **sampling.parameters,
             "max_tokens": limit_of(request, sampling),
             "seed": seed,
             # explicitly neutral, since defaults from the model's generation_config.json would change the sampling
@@ -101,7 +98,6 @@ class VLLMApi:
             "return_token_ids": True,
             "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
             "stop_token_ids": [] if sampling.ignore_eos else list(eos),
-            "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
             "stream": True,
@@ -146,10 +142,8 @@ class SGLangApi:
         body = {
             "input_ids": list(request.prompt_ids),
             "sampling_params": {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p if sampling.truncates else 1.0,
-                "top_k": (sampling.truncates and sampling.top_k) or -1,
-                "min_p": sampling.min_p if sampling.truncates else 0.0,
+                **sampling.parameters,
+                "top_k": sampling.parameters["top_k"] or -1,
                 "max_new_tokens": limit,
                 # without a seed, a deterministic server would give all requests the same noise
                 "sampling_seed": secrets.randbits(63) if seed is None else seed,
@@ -158,7 +152,6 @@ class SGLangApi:
                 "frequency_penalty": 0.0,
                 "ignore_eos": sampling.ignore_eos,  # it also applies to stop_token_ids
                 "stop_token_ids": [] if sampling.ignore_eos else list(eos),
-                "stop": list(sampling.stop),
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
                 "stream_interval": STREAM_INTERVAL,

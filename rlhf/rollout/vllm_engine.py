@@ -384,16 +384,12 @@ class VLLMRollout(RolloutEngine):
     def _parameters(self, request: Request, sampling: Sampling) -> dict[str, Any]:
         seed = seed_of(request, sampling)
         return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p if sampling.truncates else 1.0,
-            "top_k": sampling.top_k if sampling.truncates else 0,
-            "min_p": sampling.min_p if sampling.truncates else 0.0,
+            **sampling.parameters,
             "max_tokens": limit_of(request, sampling),
             "seed": seed,
             "logprobs": 0,  # only the sampled token's
             "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
             "stop_token_ids": [] if sampling.ignore_eos else list(self.eos),
-            "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
             "detokenize": bool(sampling.stop),
             "skip_special_tokens": False,
