@@ -22,6 +22,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from ratchet.rlhf.rollout.vllm_engine import HOST_MEMORY
 from ratchet.rlhf.weights.buckets import Packed, mapped
 
+if torch.cpu._is_amx_tile_supported():
+    # Linux lets a process use AMX only after it has asked. vLLM's attention in bfloat16 does not ask, and SIGILL would
+    # kill it.
+    torch.cpu._init_amx()
+
 
 @dataclass
 class Start(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types
