@@ -9,6 +9,7 @@ import typer
 
 from ratchet.flows.commands.console import console
 from ratchet.flows.commands.options import make_folder
+from ratchet.rlhf.errors import UserError
 
 model = typer.Typer(help="Make folders of pretrained models.", no_args_is_help=True)
 
@@ -32,6 +33,9 @@ def smollm2(output: Annotated[Path, typer.Argument(metavar="DIR", help="folder t
         f"{pretrained.REQUIREMENT}",
         highlight=False,
     )
-    with console.status("") as status:
-        pretrained.make(output, status.update)
+    try:
+        with console.status("") as status:
+            pretrained.make(output.resolve(), status.update)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None
     console.print(f"as a Hugging Face folder in float32 in {output}: model.path={output} uses it", highlight=False)
