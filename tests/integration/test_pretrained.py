@@ -73,9 +73,7 @@ def test_the_card_says_where_it_comes_from(folder: Path) -> None:
 
 def test_evaluate_and_train_use_it(folder: Path, tmp_path: Path, processes: Processes) -> None:
     prompts = tmp_path / "prompts.parquet"
-    pd.DataFrame({"prompt": [QUESTION, "What is the capital of Italy?"], "answer": ["Paris", "Rome"]}).to_parquet(
-        prompts
-    )
+    pd.DataFrame({"prompt": [QUESTION] * 2, "answer": ["Paris"] * 2}).to_parquet(prompts)
     answers = tmp_path / "answers.parquet"
     reward = tmp_path / "named.py"
     reward.write_text("def named(solution_str, ground_truth, **_):\n    return float(ground_truth in solution_str)\n")

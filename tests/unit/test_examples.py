@@ -111,7 +111,7 @@ def test_what_is_no_example_is_named(row: dict[str, Any], says: str, tokenizer: 
 
 
 def test_what_adds_nothing_to_a_prompt_is_passed_over(tokenizer: Any, tmp_path: Path) -> None:
-    empty = {"tools": [], "documents": None, "images": [], "topic": "metadata"}
+    empty: dict[str, Any] = {"tools": [], "documents": None, "images": [], "topic": "metadata"}
     rows: list[dict[str, Any]] = [
         {"prompt": "ask", "response": "good", **empty},
         {"messages": [{"role": "system", "content": "ask"}, ANSWER], "system": "ask"},

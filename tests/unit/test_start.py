@@ -308,7 +308,7 @@ def test_roles_that_a_template_does_not_know(
 def test_columns_that_the_policy_does_not_see_are_listed(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     tools = [{"function": {"name": "add"}}]
-    others = [
+    others: list[dict[str, Any]] = [
         {},
         {"tools": tools, "source": "any"},
         {"tools": tools, "system": "Add."},
