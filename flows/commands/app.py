@@ -23,6 +23,7 @@ from ratchet.flows.commands.deploy import deploy, worker
 from ratchet.flows.commands.doctor import doctor
 from ratchet.flows.commands.forks import fork, relabel, rescore, sweep
 from ratchet.flows.commands.models import evaluate, export, ingest, push, serve
+from ratchet.flows.commands.pretrained import model
 from ratchet.flows.commands.runs import compare, ls, query, report, show, status, ui, vacuum, verify
 from ratchet.flows.commands.train import config_keys, resume, reward_model, sft, stop, train
 from ratchet.flows.terminal import visible
@@ -46,6 +47,7 @@ for command in (fork, sweep, relabel, rescore, bisect, plan, explain, reproduce,
 for command in (evaluate, serve, ingest, export, push, sft, reward_model, deploy, worker, doctor):
     app.command()(command)
 app.add_typer(data, name="data")
+app.add_typer(model, name="model")
 
 
 def whole_short_help(app: typer.Typer) -> None:
@@ -57,6 +59,7 @@ def whole_short_help(app: typer.Typer) -> None:
 
 whole_short_help(app)
 whole_short_help(data)
+whole_short_help(model)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from ratchet.rlhf.data.formats import check_media
 from ratchet.rlhf.errors import UserError, in_one_line
 from ratchet.rlhf.rewards.math import boxed
 from ratchet.rlhf.schema import MESSAGES
@@ -84,6 +85,7 @@ def prompts(
 def _table(rows: Rows, split: str, convert: Any, data_source: str, ability: str, instruction: str | None) -> pa.Table:
     table = []
     for index, (where, row) in enumerate(rows):
+        check_media(row, where)
         fields = convert(where, row)
         question = fields["question"] if instruction is None else f"{fields['question']} {instruction}"
         table.append(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from secrets import token_hex
@@ -162,6 +163,8 @@ class TokenizerState:
         """Further ends of a response; see `ratchet.rlhf.data.responses`."""
         self.around_turns: dict[str, frozenset[int]] = {}
         """The tokens around turns, by chat template."""
+        self.rendered: defaultdict[str, set[str]] = defaultdict(set)
+        """The roles that were seen to be rendered, by chat template; see `ratchet.rlhf.data.prompts`."""
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
 
     def within(self, contents: object) -> set[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.data.chat_turns import token_ids
 from ratchet.rlhf.data.files import read
-from ratchet.rlhf.data.formats import Messages, messages_of, with_system
+from ratchet.rlhf.data.formats import THOUGHTS, Messages, check_media, messages_of, unseen_columns, with_system
 from ratchet.rlhf.data.prompts import Prompt, beginning, end_of_turn, tokenize_prompt, with_response
 from ratchet.rlhf.errors import UserError, in_one_line
 
@@ -70,18 +70,21 @@ def example_of(
         The messages before the response, and its text; None if the row has other columns.
 
     Raises:
-        UserError: a column has another form; see `answered`.
+        UserError: a column has another form (see `answered`), or would be left out although it belongs to the prompt.
     """
+    check_media(row, where)
     column = "completion" if row.get("completion") is not None and row.get(response) is None else response
     if row.get(prompt) is not None and row.get(column) is not None:
-        return answered(row[column], where, column, row[prompt])
+        example = answered(row[column], where, column, row[prompt])
+        return _seen(example, row, where, but=(prompt, column))
     conversation = "messages" if row.get("messages") is not None else "conversations"
     if row.get(conversation) is None:
         if row.get(prompt) is not None and column in row:
             raise UserError(f"{where}: {column} should be a text or a list of messages, and is null")
         return None
     messages, answer = answered(row[conversation], where, conversation)
-    return (with_system(messages, row) if conversation == "conversations" else messages), answer
+    messages = with_system(messages, row) if conversation == "conversations" else messages
+    return _seen((messages, answer), row, where)
 
 
 def preferences(
@@ -141,6 +144,11 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
             f"{where}: {column} ends with a call of a tool, and only texts are learned: leave the row out, or write "
             "the call into the content, as the model should"
         )
+    if thoughts := next((key for key in THOUGHTS if messages[-1].get(key)), None):
+        raise UserError(
+            f"{where}: {column} ends with a message with {thoughts}, and only contents are learned: write it into the "
+            "content, as the model should, or remove it"
+        )
     whole = messages[0]["role"] != "assistant"
     before = messages[:-1] if whole else [*messages_of(prompt, where), *messages[:-1]]
     return before, messages[-1]["content"]
@@ -148,13 +156,25 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
 
 def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]]:
     """Yields the two sides of a preference, the preferred first: the messages before a response, and its text."""
+    check_media(row, where)
     for column in ("chosen", "rejected"):
         if column not in row:
             columns = in_one_line(", ".join(row))
             raise UserError(
                 f"{where} has no {column}: preferences are rows of prompt, chosen and rejected; there are {columns}"
             )
-        yield answered(row[column], where, column, row.get("prompt"))
+        yield _seen(answered(row[column], where, column, row.get("prompt")), row, where)
+
+
+def _seen(
+    example: tuple[Messages, str], row: Mapping[str, Any], where: str, but: Sequence[str] = ()
+) -> tuple[Messages, str]:
+    """Returns an example. Raises UserError if its row has another column, not in `but`, that belongs to its prompt."""
+    if unseen := [name for name in unseen_columns(row, example[0]) if name not in but]:
+        raise UserError(
+            f"{where} has {unseen[0]}, which would be left out: write it into the messages, or remove the column"
+        )
+    return example
 
 
 def _tokens(

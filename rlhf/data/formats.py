@@ -31,6 +31,12 @@ PROMPTS = ("prompt", "messages", "conversations")
 """Columns of a prompt, in order of precedence."""
 TRUTHS = ("ground_truth", "answer", "solution")
 """Columns of a ground truth outside `reward_model`, in order of precedence."""
+MEDIA = frozenset(("images", "image", "videos", "video", "audios", "audio"))
+"""Columns, and keys of messages, of what models cannot see."""
+UNSEEN = frozenset(("tools", "functions", "documents", "tool_calls", "function_call", "reasoning_content", "system"))
+"""Columns that others show to a model, and that are no part of a prompt here."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of messages that hold what was thought before the content."""
 LAYOUT = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 """The columns of verl's layout."""
 _FORMULA = re.compile(r"(?<!\\)(\$\$?)(?!\$).+?(?<!\\)\1|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
@@ -48,15 +54,18 @@ class PromptRow(NamedTuple):
     """The response in the row, if any: its text, or its tool calls."""
     columns: dict[str, Any]
     """The columns that are neither the prompt nor in verl's layout."""
+    unseen: tuple[str, ...]
+    """Those of them that may belong to the prompt, and are not shown to the model."""
 
 
 def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
-    """Finds the prompt of a row; raises UserError if there is none, or it is empty or malformed.
+    """Finds the prompt of a row; raises UserError if there is none, it is empty or malformed, or the row has media.
 
     Args:
         row: a row with `prompt`, and possibly `completion`; with `messages`; or with ShareGPT's `conversations`. In the
             last two, a last message of the assistant is the answer.
     """
+    check_media(row, where)
     column = next((name for name in PROMPTS if row.get(name) is not None), None)
     if column is None:
         if empty := [name for name in PROMPTS if name in row]:
@@ -77,11 +86,38 @@ def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
     if not any(text_of(message).strip() for message in messages):
         raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
     others = {name: value for name, value in row.items() if name not in (column, *LAYOUT)}
-    return PromptRow(messages, isinstance(row[column], str), answer, others)
+    return PromptRow(messages, isinstance(row[column], str), answer, others, unseen_columns(row, messages))
 
 
 def _answer(message: Message) -> str | list[dict[str, Any]]:
     return message.get("tool_calls") or message["content"]
+
+
+def check_media(row: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for images, videos or audio in a row, or in a message of the place `where`."""
+    if MEDIA.isdisjoint(row):
+        return
+    for name in row:
+        if name in MEDIA and _holds(row[name]):
+            raise UserError(
+                f"{where} has {name}, and models see text only: leave out such rows, or remove {name} if the texts do "
+                "without"
+            )
+
+
+def unseen_columns(row: Mapping[str, Any], messages: Messages) -> tuple[str, ...]:
+    """Returns the columns with content that may belong to the messages of a row, and are no part of them."""
+    if UNSEEN.isdisjoint(row):
+        return ()
+    shown = "system" if messages[0]["role"] == "system" else None
+    return tuple(name for name in row if name in UNSEEN and name != shown and _holds(row[name]))
+
+
+def _holds(value: Any) -> bool:
+    """True if a value, or one at any depth of it, is neither null nor empty."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return any(map(_holds, value)) if isinstance(value, list) else bool(value)
 
 
 def truth_of(row: Mapping[str, Any], answer: str | list[dict[str, Any]] | None, where: str) -> Any:
@@ -146,6 +182,7 @@ def _message(value: Any, at: str) -> Message:
         raise UserError(f"{at} should be a message {{role, content}}, and is {_shown(value)}")
     given = without_nulls(value, but="arguments")
     is_sharegpt = "from" in value and "role" not in given
+    check_media(given, at)
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     role = given.get(role_key)
     if not isinstance(role, str):
@@ -161,7 +198,9 @@ def _message(value: Any, at: str) -> Message:
         raise UserError(f"{at} has function_call, of an old API: write it as tool_calls, {CALLS}")
     if isinstance(content, list) and (kinds := [part.get("type") for part in content if isinstance(part, dict)]):
         if others := [kind for kind in kinds if kind != "text"]:
-            raise UserError(f"{at} has content with {others[0]}: models see text only")
+            raise UserError(
+                f"{at} has content with {others[0]}, and models see text only: leave out such rows, or these parts"
+            )
         content = "".join(str(part.get("text", "")) for part in content)
     if calls and content is None:
         content = ""

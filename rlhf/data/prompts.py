@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, takewhile
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.data import drawing, files
-from ratchet.rlhf.data.chat_turns import CONTENT, Rendered, around_content, render_contents, token_ids
+from ratchet.rlhf.data.chat_turns import CONTENT, Rendered, around_content, render_contents, state_of, token_ids
 from ratchet.rlhf.data.drawing import Drawn
 from ratchet.rlhf.data.folders import data_files, name_of
-from ratchet.rlhf.data.formats import Messages, question_of, text_of, truth_of
+from ratchet.rlhf.data.formats import SHAREGPT, THOUGHTS, Messages, question_of, text_of, truth_of
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class Prompt:
     """True if the row has the prompt as text, not as messages."""
     where: str = field(default="the data", compare=False)
     """File and row, for errors."""
+    unseen: tuple[str, ...] = field(default=(), compare=False)
+    """Columns of the row that may belong to the prompt, and are not shown to the model; see `formats.UNSEEN`."""
 
     @property
     def original(self) -> str | Messages:
@@ -62,9 +66,9 @@ class Prompt:
         return sum(len(text_of(message).encode()) for message in self.after(system_prompt))
 
     @property
-    def has_calls(self) -> bool:
-        """True if a message calls tools."""
-        return any("tool_calls" in message for message in self.messages)
+    def has_keys(self) -> bool:
+        """True if a message has more than a role and a content, such as calls of tools."""
+        return any(len(message) > 2 for message in self.messages)
 
 
 def structures(ground_truth: str | None, is_json: bool, extra_info: str) -> tuple[Any, Any]:
@@ -87,6 +91,10 @@ BYTES_A_TOKEN = 100
 """Upper bound on the mean bytes per token: a larger prompt is too long, and is not tokenized."""
 TEMPLATE = 128
 """Upper bound on the tokens that a chat template adds to a prompt. Every other token has at least one byte."""
+RENDERED = frozenset(("system", "user", "assistant"))
+"""Roles that chat templates render or refuse."""
+ROLES = SHAREGPT | {"tool": "tool", "function": "tool", "developer": "system", "model": "assistant", "bot": "assistant"}
+"""What roles of other data mean, in lower case."""
 
 
 class PromptDataset:
@@ -219,8 +227,8 @@ def check_length(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None
 ) -> None:
     """Raises UserError if a prompt is too long."""
-    # few enough bytes need no tokenization, except for tool calls, around which templates write more
-    if prompt.has_calls or prompt.size(system_prompt) + TEMPLATE > max_tokens:
+    # few enough bytes need no tokenization, except for tool calls and the like, around which templates write more
+    if prompt.has_keys or prompt.size(system_prompt) + TEMPLATE > max_tokens:
         encode(prompt, tokenizer, max_tokens=max_tokens, truncation="error", system_prompt=system_prompt)
 
 
@@ -283,12 +291,11 @@ def render(
     from jinja2 import TemplateError
 
     template = tokenizer.chat_template
-    if "tool_calls" not in str(template) and any("tool_calls" in message for message in messages):
-        what = "has no chat template" if not template else "has a chat template that does not render tool_calls"
-        raise UserError(f"{where}: the prompt calls tools, and the model {what}: set model.chat_template")
+    _check_keys(messages, str(template or ""), where)
     if not template:
         return "\n".join(message["content"] for message in messages)
     try:
+        _check_roles(messages, tokenizer, where)
         return str(
             tokenizer.apply_chat_template(
                 messages,
@@ -298,6 +305,40 @@ def render(
         )
     except (TemplateError, TypeError) as error:  # an unknown role, or another form than the template expects
         raise UserError(f"{where}: the chat template refuses the messages: {in_one_line(error)}") from None
+
+
+def _check_keys(messages: Messages, template: str, where: str) -> None:
+    """Raises UserError for a key of the messages that the chat template would leave out."""
+    for key in ("tool_calls", *THOUGHTS):
+        if any(message.get(key) for message in messages) and not re.search(rf"\b{key}\b", template):
+            what = f"has a chat template that does not render {key}" if template else "has no chat template"
+            found, fix = "calls tools", "set model.chat_template"
+            if key in THOUGHTS:
+                found, fix = f"has a message with {key}", f"remove it, write it into the content, or {fix}"
+            raise UserError(f"{where}: the prompt {found}, and the model {what}: {fix}")
+
+
+def _check_roles(messages: Messages, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raises UserError for a role that the chat template does not know, or whose messages it leaves out.
+
+    Many templates write any role as it is, such as `human`, between tokens that the model only knows around others.
+    """
+    state, template = state_of(tokenizer), str(tokenizer.chat_template)
+    for role in {message["role"] for message in messages} - RENDERED - state.rendered[template]:
+        if role != "tool" and not re.search(rf"(['\"]){re.escape(role)}\1", template):
+            write = ROLES.get(role.lower())
+            rename = "rename it" if write is None else f"write {write}"
+            raise UserError(
+                f"{where}: the chat template knows no role {role!r:.40}: {rename}, or set another model.chat_template"
+            )
+        mark = token_hex(16)
+        marked = [{**message, "content": mark} if message["role"] == role else message for message in messages]
+        if mark not in str(tokenizer.apply_chat_template(marked, tokenize=False)):
+            raise UserError(
+                f"{where}: the chat template leaves out messages of the role {role}: set another model.chat_template, "
+                "or leave out such rows"
+            )
+        state.rendered[template].add(role)
 
 
 def tokenize_start(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -396,4 +437,5 @@ def _prompt(row: Mapping[str, Any], where: str, source: str) -> Prompt:
         style=style,
         is_text=question.is_text,
         where=where,
+        unseen=question.unseen,
     )

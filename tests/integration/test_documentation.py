@@ -65,6 +65,7 @@ NOT_RUN = {
     "python -m sglang.launch_server": "needs SGLang: tests/integration/test_sglang_run.py",
     "ratchet train run.yaml rollout.engine=server": "needs that server",
     "ratchet evaluate MODEL --data prompts.parquet --server": "needs that server",
+    "ratchet model smollm2": "downloads 93 MB: tests/integration/test_pretrained.py",
     "ratchet push": "needs the hub: tests/integration/test_sharing.py",
     "ratchet serve": "runs until Ctrl-C: tests/integration/test_serve_run.py",
     "ratchet sweep RUN --at K --vary actor.lr=1e-2,1e-3": "needs a run with groups: tests/integration/test_sweep.py",

@@ -77,6 +77,7 @@ def test_what_the_reward_compares_with_may_be_a_structure(tmp_path: Path) -> Non
         ([{"question": " ", "answer": "#### 1"}], "line 1: question of this row is empty"),
         ([{"question": 1, "answer": "#### 1"}], "line 1: question is not a text"),
         ([{"question": "q", "answer": "one"}], "line 1: the answer does not end with ####"),
+        ([{"question": "q", "answer": "#### 1", "image": "a.png"}], "line 1 has image, and models see text only"),
         ([], "there are no rows"),
     ],
 )

@@ -87,6 +87,17 @@ def test_supervised_examples_in_every_spelling(
             {"messages": [USER, {**ANSWER, "content": None, "tool_calls": [{"name": "add"}]}]},
             "line 1: messages ends with a call of a tool, and only texts are learned",
         ),
+        (
+            {"messages": [USER, {**ANSWER, "reasoning_content": "why"}]},
+            "line 1: messages ends with a message with reasoning_content, and only contents are learned: write it into",
+        ),
+        ({"prompt": "ask", "response": "good", "images": ["a.png"]}, "line 1 has images, and models see text only"),
+        (
+            {"messages": [USER, ANSWER], "tools": [{"name": "add"}]},
+            "line 1 has tools, which would be left out: write it into the messages, or remove the column",
+        ),
+        ({"prompt": "ask", "response": "good", "documents": ["a"]}, "line 1 has documents, which would be left out"),
+        ({"prompt": "ask", "response": "good", "system": "Be good."}, "line 1 has system, which would be left out"),
         ({"messages": [ANSWER]}, "line 1: messages should end with a message of the assistant"),
         ({"prompt": "a" * 46, "response": "good"}, "up to max_tokens 50, has no examples"),
         ({"prompt": "", "response": "good"}, "line 1: the prompt is empty"),
@@ -97,6 +108,20 @@ def test_what_is_no_example_is_named(row: dict[str, Any], says: str, tokenizer: 
         read(write(tmp_path / "rows.jsonl", row), tokenizer)
     with pytest.raises(UserError, match="has no examples"):
         read(write(tmp_path / "none.jsonl"), tokenizer)
+
+
+def test_what_adds_nothing_to_a_prompt_is_passed_over(tokenizer: Any, tmp_path: Path) -> None:
+    empty: dict[str, Any] = {"tools": [], "documents": None, "images": [], "topic": "metadata"}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "ask", "response": "good", **empty},
+        {"messages": [{"role": "system", "content": "ask"}, ANSWER], "system": "ask"},
+        {"conversations": [{"from": "human", "value": "sk"}, {"from": "gpt", "value": "good"}], "system": "a"},
+    ]
+    found = read(write(tmp_path / "rows.jsonl", *rows), tokenizer)
+    assert [prompt.replace("<unk>", "") for prompt, _ in found] == ["ask"] * 3
+    # a column of these names may be the prompt
+    other = write(tmp_path / "other.jsonl", {"documents": "ask", "reasoning_content": "good"})
+    assert read(other, tokenizer, prompt="documents", response="reasoning_content") == [("ask", "good<eos>")]
 
 
 PAIRS: list[dict[str, Any]] = [
@@ -122,6 +147,22 @@ def test_preferences_in_every_spelling(row: dict[str, Any], tokenizer: Any, tmp_
         # a classifier whose padding is the end of sequence reads its score before it
         batch, _ = preferences(write(tmp_path / "p.jsonl", row), own, padding=1, max_tokens=50)
         assert [own.decode(ids) for ids in batch.list("prompt_ids")] == [good[:-5], bad[:-5]]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({**PAIRS[0], "images": ["a.png"]}, "line 1 has images, and models see text only"),
+        ({**PAIRS[1], "tools": "[]"}, "line 1 has tools, which would be left out"),
+        (
+            {**PAIRS[0], "chosen": [{**ANSWER, "reasoning": "why"}]},
+            "line 1: chosen ends with a message with reasoning,",
+        ),
+    ],
+)
+def test_what_pairs_would_leave_out_is_named(row: dict[str, Any], says: str, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says):
+        preferences(write(tmp_path / "p.jsonl", row), tokenizer, padding=0, max_tokens=50)
 
 
 def test_longer_pairs_are_left_out_and_counted(tokenizer: Any, tmp_path: Path) -> None:

@@ -111,8 +111,14 @@ MALFORMED: list[tuple[Any, str]] = [
     (asking("a\tb"), 'prompt[1] should be a message {role, content}, and is "a\\tb"'),
     (
         asking({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}),
-        "(user) has content with image_url",
+        "(user) has content with image_url, and models see text only: leave out such rows, or these parts",
     ),
+    (
+        {**ROW, "images": [{"bytes": None, "path": "a.png"}]},
+        "has images, and models see text only: leave out such rows",
+    ),
+    ({**ROW, "video": "a.mp4"}, "has video, and models see text only: leave out such rows, or remove video if the"),
+    (asking({"role": "user", "content": "<audio>", "audios": ["a.wav"]}), "prompt[1] has audios, and models see text"),
     (asking({"role": "assistant", "content": None}), "prompt[1] (assistant) has content null and no tool_calls"),
     (
         asking({"role": "assistant", "content": None, "tool_calls": []}),
@@ -148,6 +154,32 @@ def test_a_malformed_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
     assert str(refused.value).startswith(f"{path}, line 3")
     assert says in str(refused.value)
     assert str(refused.value).isprintable()
+
+
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_empty_media_are_none(tmp_path: Path, ending: str) -> None:
+    """Files of texts and images have the column in every row."""
+    empty: list[Any] = [None, [], "", [None], {"bytes": None, "path": ""}, [{"bytes": None, "path": None}]]
+    rows = [{**ROW, name: value} for name, value in zip(MEDIA, empty, strict=True)]
+    path = tmp_path / f"a.{ending}"
+    if ending == "jsonl":
+        json_lines(path, *rows)
+    else:
+        pq.write_table(pa.Table.from_pylist([{**rows[0], "images": None}, {**ROW, "images": []}]), path)
+    assert [prompt.messages for prompt in PromptDataset([path])] == [PROMPT.messages] * (6 if ending == "jsonl" else 2)
+
+
+def test_an_image_is_found_in_any_row_of_a_table(tmp_path: Path) -> None:
+    """As the package datasets stores images."""
+    kind = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+    images = [None] * 3000 + [[{"bytes": b"\x89PNG", "path": None}], None]
+    table = pa.table({"prompt": ["What is in <image>?"] * 3002, "images": pa.array(images, kind)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
+    with pytest.raises(UserError, match=r"a\.parquet, row 3001 has images, and models see text only"):
+        list(PromptDataset([tmp_path / "a.parquet"]))
 
 
 def test_the_command_that_an_error_names_writes_the_prompts(tmp_path: Path) -> None:
@@ -268,6 +300,27 @@ def test_a_call_of_a_tool_may_be_the_answer(tmp_path: Path) -> None:
     assert [call["function"] for call in json.loads(prompt.ground_truth or "")] == [
         {"name": "add", "arguments": {"a": 1}}
     ]
+
+
+THINKING = "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}|{{ m.content }}\n{% endfor %}"
+
+
+def test_thoughts_are_rendered_or_refused(tmp_path: Path) -> None:
+    assistant = {"role": "assistant", "content": "2", "reasoning_content": "one more than 1"}
+    [prompt] = PromptDataset([json_lines(tmp_path / "a.jsonl", asking(assistant, USER))])
+    tokenizer = tiny.character_tokenizer()
+    for template, what in (
+        (None, "no chat template"),
+        (CALLS, "a chat template that does not render reasoning_content"),
+    ):
+        tokenizer.chat_template = template
+        says = (
+            f"line 1: the prompt has a message with reasoning_content, and the model has {what}: remove it, write it "
+        )
+        with pytest.raises(UserError, match=says):
+            check_length(prompt, tokenizer, 1000, None)
+    tokenizer.chat_template = THINKING
+    assert "<assistant>one more than 1|2" in encode(prompt, tokenizer, max_tokens=1000, truncation="error")[0]
 
 
 def test_the_digest_is_of_the_bytes_in_order(tmp_path: Path) -> None:

@@ -264,6 +264,65 @@ def test_a_template_that_refuses_a_role_is_one_line(root: Path, tmp_path: Path) 
     check_inputs(of_config.with_values({"data.system_prompt": None}))
 
 
+QWEN = (
+    "{% for m in messages %}<eos>{{ m.role }}|{{ m.content }}|{% endfor %}"
+    "{% if add_generation_prompt %}<eos>assistant|{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% elif m.role == 'assistant' %}{{ m.content }}"
+    "{% elif m.role in ['ipython', 'developer'] %}<{{ m.content }}>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "says"),
+    [
+        (QWEN, "human", "the chat template knows no role 'human': write user, or set another model.chat_template"),
+        (QWEN, "User", "the chat template knows no role 'User': write user, or"),
+        (QWEN, "developer", "the chat template knows no role 'developer': write system, or"),
+        (QWEN, "narrator", "the chat template knows no role 'narrator': rename it, or"),
+        (QWEN, "tool", None),
+        (LLAMA, "human", "the chat template knows no role 'human': write user, or"),
+        (LLAMA, "tool", "the chat template leaves out messages of the role tool: set another model.chat_template, or "),
+        (LLAMA, "ipython", None),
+        (LLAMA, "developer", None),
+        (None, "human", None),
+    ],
+)
+def test_roles_that_a_template_does_not_know(
+    root: Path, tmp_path: Path, template: str | None, role: str, says: str | None
+) -> None:
+    user = {"role": "user", "content": "2 + 2?"}
+    path = rows(tmp_path / "a.jsonl", [user], [user, {"role": role, "content": "4"}, user])
+    config = tiny.config(root, data__train=[path], reward__function="constant")
+    if template is not None:
+        (tmp_path / "template.jinja").write_text(template)
+        config = config.with_values({"model.chat_template": str(tmp_path / "template.jinja")})
+    if says is None:
+        check_inputs(config)
+        return
+    [line] = refusal(config)
+    assert line.startswith(f"{path}, line 2: {says}")
+
+
+def test_columns_that_the_policy_does_not_see_are_listed(root: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    tools = [{"function": {"name": "add"}}]
+    others: list[dict[str, Any]] = [
+        {},
+        {"tools": tools, "source": "any"},
+        {"tools": tools, "system": "Add."},
+        {"tools": [], "documents": None},
+    ]
+    path.write_text("".join(json.dumps({"prompt": "2 + 2?", "answer": "4", **columns}) + "\n" for columns in others))
+    notes = notes_of(tiny.config(root, data__train=[str(path)], reward__function="constant")).splitlines()
+    where = "it is in extra_info, for rewards and environments, and the policy does not see it"
+    assert [line for line in notes if "does not see" in line] == [
+        f"2 of 4 prompts have tools, the first in {path}, line 2: {where}",
+        f"1 of 4 prompts have system, the first in {path}, line 3: {where}",
+    ]
+
+
 @pytest.mark.parametrize(("treatment", "are"), [("split", "text, unless"), ("keep", "control tokens, as")])
 def test_prompts_that_spell_special_tokens_are_counted(root: Path, tmp_path: Path, treatment: str, are: str) -> None:
     path = rows(tmp_path / f"{treatment}.jsonl", "2 + 2?", "2<eos>2<pad>", [{"role": "user", "content": "<eos>"}])

@@ -92,6 +92,11 @@ def check_prompts(
         which = f"{scan.spelling} of {counted(len(dataset), 'prompt')} spell special tokens"
         special = ", ".join(list(scan.special)[:SOURCES])
         note(f"{which} ({special}), the first in {scan.first_spelling}: they are {are}")
+    for column, (number, first) in scan.unseen.items():
+        note(
+            f"{number} of {counted(len(dataset), 'prompt')} have {column}, the first in {first}: it is in extra_info, "
+            "for rewards and environments, and the policy does not see it"
+        )
     if scan.texts and tokenizer.chat_template:
         every = scan.texts == len(dataset)
         which = "the prompts are texts" if every else f"{scan.texts} of {len(dataset)} prompts are texts"
@@ -117,6 +122,8 @@ class _Scan:
         """Number of prompts that spell special tokens."""
         self.first_spelling = ""
         self.special: dict[str, None] = {}
+        self.unseen: dict[str, tuple[int, str]] = {}
+        """Columns that are not shown to the policy: their number of prompts, and the first."""
         self._firsts: dict[str, dict[str, Prompt]] = {}
         """The first prompt of each data source, by file."""
         self._renders: dict[tuple[str, ...], bool] = {}
@@ -138,6 +145,9 @@ class _Scan:
         if spelled := special_in(prompt.after(data.system_prompt), tokenizer):
             self.spelling, self.first_spelling = self.spelling + 1, self.first_spelling or prompt.where
             self.special |= dict.fromkeys(sorted(spelled))
+        for column in prompt.unseen:
+            number, first = self.unseen.get(column, (0, prompt.where))
+            self.unseen[column] = number + 1, first
         if self._is_rendered(prompt) and data.truncation == "error" and "length" not in self.problems:
             try:
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
@@ -178,7 +188,7 @@ class _Scan:
         """True if all chat templates accept the prompt's messages."""
         messages = prompt.after(self.data.system_prompt)
         roles = tuple(message["role"] for message in messages)
-        if prompt.has_calls or roles not in self._renders:
+        if prompt.has_keys or roles not in self._renders:
             try:
                 for reader in self.readers:
                     render(messages, reader, prompt.where, add_generation_prompt=True)
