@@ -1,0 +1,86 @@
+"""Refuses decoders that would generate or train wrongly, by trials with small models, before a run starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.decoding import Decoding, cannot_cache
+from ratchet.rlhf.models.hf_configs import attention_of, model_config, without_noise
+from ratchet.rlhf.models.token_outputs import TokenOutputs
+from ratchet.rlhf.models.truncated import small_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ratchet.rlhf.config import ModelConfig
+
+LARGEST = 300_000_000
+"""Maximum number of parameters of a model that is tried before the start; they take 1.2 GB."""
+
+
+def small_decoder(model: ModelConfig, key: str = "model") -> PreTrainedModel | None:
+    """Builds a small model of the architecture that a config names; returns None if none is small enough."""
+    from transformers import AutoModelForCausalLM
+
+    config = model_config(model, key)
+    without_noise(config)
+    attention = attention_of(model)[0]
+    plain = attention if attention in ("sdpa", "eager") else "sdpa"
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(
+            config, attn_implementation=plain, trust_remote_code=model.trust_remote_code
+        )
+    return small_model(whole, attention=plain, at_most=LARGEST)
+
+
+def check_decoder(
+    small: PreTrainedModel, named: str, *, generates: bool, packing: str | None = None
+) -> Decoding | None:
+    """Raises UserError if a decoder would train or generate wrongly.
+
+    Args:
+        small: a model of the architecture.
+        named: the key and path of the model, for the message.
+        generates: whether `rollout.engine: hf` generates with it.
+        packing: the key that asks for packed sequences; None: nothing does.
+
+    Returns:
+        What its cache allows; None unless `generates`.
+    """
+    model_type = small.config.model_type
+    try:
+        TokenOutputs(small, "policy")
+    except Exception as error:  # models fail in their own ways
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, UserError):
+            reason = "its log-probs would be wrong, because it changes hidden states or logits in an unknown way"
+        raise UserError(
+            f"{named}: {model_type} cannot be trained ({reason}): choose a model of another architecture"
+        ) from None
+    if packing is not None:
+        check_packing(small, packing)
+    if not generates:
+        return None
+    decoding = Decoding.of(small)
+    if decoding is None:
+        raise UserError(f"{named}: rollout.engine hf {cannot_cache(model_type)}")
+    return decoding
+
+
+def check_packing(small: PreTrainedModel, key: str) -> None:
+    """Raises UserError if a decoder does not tell apart the sequences of a row."""
+    # transformers' name for models whose cache is a state, which sequences in a row would share
+    is_stateful = getattr(type(small), "_is_stateful", False)
+    try:
+        if not is_stateful:
+            TokenOutputs(small, "policy", packing=True)
+            return
+    except UserError:
+        pass
+    raise UserError(
+        f"{key} true: {small.config.model_type} does not tell packed sequences apart, because its layers carry more "
+        f"from token to token than attention does, or have no positions: remove {key}"
+    )
