@@ -23,7 +23,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("index_head_dim",), 16),
-    **dict.fromkeys(("index_n_heads", "index_topk"), 4),
+    "index_n_heads": 4,
+    "index_topk": 64,  # scores of 0 tie, so with fewer than all, which keys are chosen is chance
     **dict.fromkeys(("sliding_window", "window_size", "sliding_window_size", "attention_window_size"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
     **dict.fromkeys(("linear_num_key_heads",), 2),
@@ -56,6 +57,7 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "youtu": {"tie_word_embeddings": False},  # a new one is saved with a head that its config says is the embedding
     "zamba": {"attention_hidden_size": 64, "attn_layer_period": 3, "attn_layer_offset": 1, "num_hidden_layers": 6},
     "zamba2": {"attention_hidden_size": 64, "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_headdim": 8},
     "zaya": {"num_experts_per_tok": 1},
@@ -82,17 +84,17 @@ UNBUILT = {
     "qwen4_exp_text": "transformers cannot build it from its own defaults",
 }
 """Types of which there is no tiny model here, and why."""
-STATEFUL = frozenset(
-    "bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax "
-    "nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba zamba2 zaya".split()
-)
-"""Types with layers that carry a state from token to token."""
+STATES = """bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2
+minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba2 zaya"""
+STATEFUL = frozenset(STATES.split())
+"""Types with layers that carry a state from token to token, of which a small model can be built."""
 REFUSED = {
     "hrm_text": "cannot generate",
     "inkling_text": "log-probs would be wrong",
     "llama4_text": "cannot be trained",
     "modernbert-decoder": "log-probs would be wrong",
     "openai-gpt": "cannot generate",
+    "phimoe": "something else in training",
     "recurrent_gemma": "log-probs would be wrong",
     "rwkv": "cannot generate",
     "xlstm": "log-probs would be wrong",

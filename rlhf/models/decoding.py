@@ -18,7 +18,7 @@ from ratchet.rlhf.models.prefix_sharing import agree
 from ratchet.rlhf.models.truncated import truncated
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Float, Int
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -80,6 +80,14 @@ class Decoding:
             return None
         return cls(selects=trial.passes(trial.selected), pads=trial.passes(trial.padded))
 
+    def said(self, model_type: str) -> str:
+        """Says what generates more slowly than it could."""
+        limits = [
+            *([] if self.pads else ["only prompts of the same length are generated together"]),
+            *([] if self.selects else ["each response computes its prompt, and finished ones leave with the last"]),
+        ]
+        return f"rollout.engine hf is slow with {model_type}: {', and '.join(limits)}; vLLM has no such limits"
+
 
 def decoding_of(model: PreTrainedModel) -> Decoding:
     """Tries a small model of the same architecture; raises UserError if it cannot generate with a cache."""
@@ -94,7 +102,7 @@ def decoding_of(model: PreTrainedModel) -> Decoding:
 def cannot_cache(model_type: str) -> str:
     """Says that a model cannot generate with a cache, and what to do."""
     return (
-        f"cannot generate with {model_type}: transformers computes other log-probs with its cache than without: "
+        f"cannot generate with {model_type}: its cache is of another kind, or changes its log-probs: "
         "set rollout.engine: vllm if vLLM knows it, or choose a model of another architecture"
     )
 

@@ -104,7 +104,7 @@ def without_noise(config: PreTrainedConfig) -> None:
     """
     for name, value in vars(config).items():
         if any(part in name for part in NOISE) and isinstance(value, float | int):
-            setattr(config, name, 0.0)
+            setattr(config, name, type(value)(0))  # configs check the types of their fields
     for name in config.sub_configs:
         if (inner := getattr(config, name, None)) is not None:
             without_noise(inner)

@@ -9,10 +9,12 @@ import torch
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.decoding import Decoding, cannot_cache
 from ratchet.rlhf.models.hf_configs import attention_of, model_config, without_noise
+from ratchet.rlhf.models.prefix_sharing import agree
 from ratchet.rlhf.models.token_outputs import TokenOutputs
 from ratchet.rlhf.models.truncated import small_model
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from ratchet.rlhf.config import ModelConfig
@@ -33,19 +35,20 @@ def small_decoder(model: ModelConfig, key: str = "model") -> PreTrainedModel | N
         whole = AutoModelForCausalLM.from_config(
             config, attn_implementation=plain, trust_remote_code=model.trust_remote_code
         )
-    return small_model(whole, attention=plain, at_most=LARGEST)
+    small = small_model(whole, attention=plain, at_most=LARGEST)
+    for module in small.modules() if small is not None else ():  # the engines have none, either
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return small
 
 
-def check_decoder(
-    small: PreTrainedModel, named: str, *, generates: bool, packing: str | None = None
-) -> Decoding | None:
+def check_decoder(small: PreTrainedModel, named: str, *, generates: bool) -> Decoding | None:
     """Raises UserError if a decoder would train or generate wrongly.
 
     Args:
         small: a model of the architecture.
         named: the key and path of the model, for the message.
         generates: whether `rollout.engine: hf` generates with it.
-        packing: the key that asks for packed sequences; None: nothing does.
 
     Returns:
         What its cache allows; None unless `generates`.
@@ -60,14 +63,26 @@ def check_decoder(
         raise UserError(
             f"{named}: {model_type} cannot be trained ({reason}): choose a model of another architecture"
         ) from None
-    if packing is not None:
-        check_packing(small, packing)
+    if not agree(_logits(small, training=True), _logits(small, training=False)):
+        raise UserError(
+            f"{named}: {model_type} cannot be trained, because it computes something else in training than in "
+            "generation: choose a model of another architecture"
+        )
     if not generates:
         return None
     decoding = Decoding.of(small)
     if decoding is None:
         raise UserError(f"{named}: rollout.engine hf {cannot_cache(model_type)}")
     return decoding
+
+
+@torch.no_grad()
+def _logits(small: PreTrainedModel, *, training: bool) -> Tensor:
+    small.train(training)
+    with torch.random.fork_rng(devices=[]):
+        logits: Tensor = small(input_ids=torch.arange(8)[None], use_cache=False).logits
+    small.eval()
+    return logits
 
 
 def check_packing(small: PreTrainedModel, key: str) -> None:
