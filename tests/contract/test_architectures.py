@@ -131,9 +131,8 @@ def test_a_small_model_shows_before_the_start_what_works(tmp_path: Path, kind: s
     small = small_decoder(ModelConfig(path=str(tmp_path), dtype="float32"))
     assert small is not None
     if kind in REFUSED:
-        with pytest.raises(
-            UserError, match=rf"^model.path x: (?=.*\b{kind}\b).*{REFUSED[kind]}.*: (set|choose) [^\n]*$"
-        ):
+        message = rf"^model.path x: (?=.*\b{kind}\b).*{REFUSED[kind]}.*: (set|choose) [^\n]*$"
+        with pytest.raises(UserError, match=message):
             check_decoder(small, "model.path x", generates=True)
     else:
         assert check_decoder(small, "model.path x", generates=True) is not None
