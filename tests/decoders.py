@@ -94,7 +94,6 @@ REFUSED = {
     "llama4_text": "cannot be trained",
     "modernbert-decoder": "log-probs would be wrong",
     "openai-gpt": "cannot generate",
-    "phimoe": "something else in training",
     "recurrent_gemma": "log-probs would be wrong",
     "rwkv": "cannot generate",
     "xlstm": "log-probs would be wrong",

@@ -103,6 +103,8 @@ def without_noise(config: PreTrainedConfig) -> None:
     before the model is built, because many architectures copy them into their layers.
     """
     for name, value in vars(config).items():
+        if (config.model_type, name) == ("phimoe", "router_jitter_noise"):
+            continue  # not noise there: the threshold below which an expert's score counts
         if any(part in name for part in NOISE) and isinstance(value, float | int):
             setattr(config, name, type(value)(0))  # configs check the types of their fields
     for name in config.sub_configs:
