@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("index_head_dim",), 16),
     "index_n_heads": 4,
-    "index_topk": 64,  # scores of 0 tie, so with fewer than all, which keys are chosen is chance
+    "index_topk": 64,  # all: with 4, transformers' own cache differs from no cache for some weights
     **dict.fromkeys(("sliding_window", "window_size", "sliding_window_size", "attention_window_size"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
     **dict.fromkeys(("linear_num_key_heads",), 2),

@@ -104,7 +104,7 @@ def without_noise(config: PreTrainedConfig) -> None:
     """
     for name, value in vars(config).items():
         if (config.model_type, name) == ("phimoe", "router_jitter_noise"):
-            continue  # not noise there: the threshold below which an expert's score counts
+            continue  # not only noise there: without it, evaluation routes differently, too
         if any(part in name for part in NOISE) and isinstance(value, float | int):
             setattr(config, name, type(value)(0))  # configs check the types of their fields
     for name in config.sub_configs:
