@@ -95,6 +95,8 @@ class SharedPrompts:
 
 def has_kernel(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns True if PyTorch has a kernel for `Segments` of this model's heads, on this device, in this type."""
+    if attention_kinds(model.config) != {"full_attention"}:  # only such layers use it, and others may have no heads
+        return False
     config = model.config.get_text_config()
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     latent = getattr(config, "kv_lora_rank", None) is not None  # keys and values then differ in size
@@ -121,8 +123,10 @@ def _indices(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def attention_kinds(config: PreTrainedConfig) -> set[str]:
-    """Returns the kinds of attention of a model's layers, by transformers' names, such as `full_attention`."""
+    """Returns the kinds of a model's layers, by transformers' names, such as `full_attention`, `linear_attention`."""
     text = config.get_text_config()
+    if getattr(text, "num_attention_heads", None) is None and getattr(text, "layer_types", None) is None:
+        return {"no attention"}
     window = "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
     return set(getattr(text, "layer_types", None) or [window])
 

@@ -20,7 +20,7 @@ from ratchet.rlhf.models.prefix_sharing import attention_kinds
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from ratchet.rlhf.models.segments import Segments
 
@@ -46,15 +46,8 @@ class Team:
 
     def check(self, model: PreTrainedModel) -> None:
         """Raises UserError for a model with the wrong number of heads, or layers without full attention."""
-        config = model.config.get_text_config()
-        if config.num_attention_heads % self.size:
-            raise UserError(
-                f"sequence_parallel is {self.size}, which does not divide the model's {config.num_attention_heads} "
-                "attention heads"
-            )
-        kinds = attention_kinds(model.config)
-        if kinds != {"full_attention"}:
-            raise UserError(f"sequence_parallel needs full attention in every layer, but the model has {sorted(kinds)}")
+        if reason := refusal(model.config, self.size):
+            raise UserError(f"sequence_parallel {reason}")
 
     def adopt(self, model: PreTrainedModel) -> None:
         """Makes the attention of a model that passed `check` exchange shares between the members, in place."""
@@ -101,6 +94,17 @@ class Team:
 
     def _width(self, whole: Tensor) -> int:
         return whole.shape[1] // self.size
+
+
+def refusal(config: PreTrainedConfig, size: int) -> str | None:
+    """Returns why a team of this size cannot split the sequences of a model; None if it can."""
+    kinds = attention_kinds(config)
+    if kinds != {"full_attention"}:
+        return f"needs full attention in every layer, but the model has {sorted(kinds)}"
+    heads = config.get_text_config().num_attention_heads
+    if heads % size:
+        return f"is {size}, which does not divide the model's {heads} attention heads"
+    return None
 
 
 class _Exchange(torch.autograd.Function):

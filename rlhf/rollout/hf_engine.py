@@ -15,6 +15,7 @@ from ratchet.rlhf import seeding
 from ratchet.rlhf.distributed import determinism
 from ratchet.rlhf.distributed.host_buffers import HostBuffers, release_memory
 from ratchet.rlhf.models import prefix_sharing
+from ratchet.rlhf.models.decoding import Decoder, Decoding, decoding_of
 from ratchet.rlhf.models.hub_layout import copy_weights
 from ratchet.rlhf.models.kernels import as_written
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
@@ -60,13 +61,17 @@ class HFRollout(RolloutEngine):
         dtype: Dtype = "float32",
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """Wraps a model, which is on its device; the tokenizer is only needed for stop texts."""
+        """Wraps a model, which is on its device; the tokenizer is only needed for stop texts.
+
+        Raises UserError if the model cannot generate with a cache.
+        """
         from ratchet.rlhf.models import kv_cache
 
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = dtype
         self.shares_prompts = prefix_sharing.adopt(model) and kv_cache.fits(model)
+        self.decoding = Decoding(selects=True, pads=True) if self.shares_prompts else decoding_of(model)
         self.eos = torch.tensor(eos_token_ids, device=model.device)
         self.device = model.device
         self._buffers = HostBuffers(model.device)
@@ -119,12 +124,13 @@ class HFRollout(RolloutEngine):
 
     def _start_if_complete(self) -> None:
         if self._waiting and len(self._waiting) >= self._joined and not self._running:
-            by_sampling: dict[Sampling, list[_Row]] = {}
+            batches: dict[tuple[Sampling, int], list[_Row]] = {}
             # sorted: a batch must not depend on the order of arrival
             for row in sorted(self._waiting, key=lambda row: row.request.trajectory_id):
-                by_sampling.setdefault(row.sampling, []).append(row)
+                length = 0 if self.decoding.pads else len(row.request.prompt_ids)
+                batches.setdefault((row.sampling, length), []).append(row)
             self._waiting = []
-            for rows in by_sampling.values():  # a batch shares its sampling; agents choose their own stop texts
+            for rows in batches.values():  # a batch shares its sampling; agents choose their own stop texts
                 self._running += 1
                 self._thread.submit(self._run, rows, asyncio.get_running_loop())
 
@@ -177,17 +183,18 @@ class HFRollout(RolloutEngine):
 
     def _generate(self, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Chunk]]:
         """Generates a batch, yielding the rows' new tokens every `CHUNK_STEPS` steps."""
-        from transformers import DynamicCache
-
         from ratchet.rlhf.models import kv_cache
         from ratchet.rlhf.models.kv_cache import CachedPrompts
 
         requests, sampling = [row.request for row in rows], rows[0].sampling
         assert all(row.sampling == sampling for row in rows), "a batch has one way of sampling"
         device = self.model.device
-        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))  # a shared prompt is computed once
-        numbers = {prompt: number for number, prompt in enumerate(prompts)}
-        prompt_of = torch.tensor([numbers[request.prompt_ids] for request in requests], device=device)
+        prompts = [request.prompt_ids for request in requests]
+        prompt_of = torch.arange(len(requests), device=device)
+        if self.decoding.selects:  # a shared prompt is computed once
+            prompts = list(dict.fromkeys(prompts))
+            numbers = {prompt: number for number, prompt in enumerate(prompts)}
+            prompt_of = torch.tensor([numbers[request.prompt_ids] for request in requests], device=device)
         longest = max(map(len, prompts))
         input_ids = torch.zeros((len(prompts), longest), dtype=torch.long)
         for row, prompt in enumerate(prompts):
@@ -205,33 +212,23 @@ class HFRollout(RolloutEngine):
         together = sampling.ignore_eos and not sampling.stop and int(limits.min()) == sampling.max_tokens
         active = torch.arange(len(requests), device=device)
         finished = torch.zeros(len(requests), dtype=torch.bool, device=device)
-        cache = DynamicCache(config=self.model.config)
+        decoder = Decoder(self.model)
         is_real = torch.arange(longest + sampling.max_tokens, device=device)[None, :] >= padding[:, None]
         positions = (torch.arange(longest, device=device)[None, :] - padding[:, None]).clamp(min=0)
         inputs: dict[str, Any] = {"attention_mask": is_real[:, :longest] if padding.any() else None}
         cached: CachedPrompts | None = None
-        balanced = getattr(self.model.config, "output_router_logits", False)
-        no_loss = {"output_router_logits": False} if balanced else {}  # the router loss does not accept a cache's masks
 
         emitted = [0] * len(rows)
         for step in range(sampling.max_tokens):
-            logits = self.model(
-                input_ids=input_ids,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                **inputs,
-                **no_loss,
-            ).logits[:, -1]
+            logits = decoder.read(input_ids, positions, **inputs)
             if step == 0:  # the prompts were computed; from here on, each response has its own row
                 logits, positions = logits[prompt_of], positions[prompt_of]
                 if self.shares_prompts:
                     visible = is_real[:, :longest] if padding.any() else None
-                    cached = CachedPrompts.of(cache, visible, prompt_of)
-                    cache = kv_cache.in_place(len(cache.layers))
-                else:
-                    cache.batch_select_indices(prompt_of)
+                    cached = CachedPrompts.of(decoder.cache, visible, prompt_of)
+                    decoder.cache = kv_cache.in_place(len(decoder.cache.layers))
+                elif self.decoding.selects:
+                    decoder.select(prompt_of)
                     is_real = is_real[prompt_of]
             tokens, log_probs = sample(logits, uniforms[active, step], sampling)
             out_tokens[active, step], out_log_probs[active, step] = tokens, log_probs
@@ -246,12 +243,12 @@ class HFRollout(RolloutEngine):
                 yield from self._chunks(rows, out_tokens, out_log_probs, lengths, ended, step + 1, emitted)
             if is_last or not any(row.is_open for row in rows):
                 return
-            if not together:
+            if not together and self.decoding.selects:
                 running = ~finished[active]
                 if int(running.sum()) <= 0.75 * len(active):  # finished rows cost as much as others, so drop them
                     kept = running.nonzero().squeeze(-1)
                     cached = None if cached is None else cached.only(kept)
-                    cache.batch_select_indices(kept)
+                    decoder.select(kept)
                     active, tokens, positions = active[kept], tokens[kept], positions[kept]
                     is_real = is_real if self.shares_prompts else is_real[kept]
             input_ids = tokens[:, None]

@@ -55,12 +55,14 @@ class TrainingFlops:
             is_experts = parameter.dim() == 3 and top_k is not None
             used = parameter.numel() * (top_k / parameter.shape[0] if is_experts else 1.0)
             per_token += used * (6 if parameter.requires_grad else 4)
-        heads = getattr(config, "num_attention_heads", 0)  # a model without attention has none
-        width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        attended = 0
+        for layer in config.per_layer_config:
+            heads = getattr(layer, "num_attention_heads", 0)  # a model without attention has none
+            attended += heads * (getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0))
         return cls(
             per_token,
             0.0 if head_weight is None else head_weight.numel() * (6 if head_weight.requires_grad else 4),
-            12.0 * config.num_hidden_layers * heads * width,
+            12.0 * attended,
         )
 
     def __call__(self, prompts: np.ndarray, responses: np.ndarray) -> float:

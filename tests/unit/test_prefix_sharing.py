@@ -102,6 +102,7 @@ def test_a_mask_of_a_long_row_is_refused_before_a_start(tmp_path: Path, size: in
     check_inputs(config)
     path = Path(config.model.path) / "config.json"
     window = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+    window |= {"model_type": "qwen2", "use_sliding_window": True}  # Llama knows no windows
     path.write_text(json.dumps(json.loads(path.read_text()) | window))
     with pytest.raises(UserError, match=MASKED) if size > 32_768 else nullcontext():
         check_inputs(config)

@@ -10,7 +10,7 @@ from ratchet.infra.execution.preflight.mistakes import check_all, refuse
 from ratchet.infra.execution.preflight.packages import is_installed
 from ratchet.infra.progress import note
 from ratchet.rlhf.config import ModelConfig, RunConfig
-from ratchet.rlhf.config.engines import MegatronConfig, VLLMConfig
+from ratchet.rlhf.config.engines import HFConfig, MegatronConfig, VLLMConfig
 from ratchet.rlhf.config.roles import ROLES, is_critic
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.hf_configs import (
@@ -38,12 +38,13 @@ def check_models(config: RunConfig) -> None:
     readers = [config.model_of(role) for role in config.readers]
     critics = [role for role in config.readers if is_critic(role)]
     check_all(
-        partial(check_architecture, config.model, "model", is_critic=False),
+        partial(_check_policy, config),
         *(partial(check_unquantized, config.model_of(role)) for role in config.readers if ROLES[role].learns),
         partial(_check_heads, config),
         partial(_check_heads_of_vllm, config),
         *(partial(_check_megatron, config, role) for role in config.readers),
         *(partial(_check_packing, config, owner) for owner in config.trainers),
+        *(partial(_check_sequence_parallel, config, role) for role in config.readers),
         partial(_check_vocabulary, config),
         partial(check_lengths, config),
         partial(check_embeddings, config.model, *readers),
@@ -53,6 +54,35 @@ def check_models(config: RunConfig) -> None:
             for role in critics
         ),
     )
+
+
+def _check_policy(config: RunConfig) -> None:
+    """Refuses a policy that would train or generate wrongly, and says how one generates that cannot be padded."""
+    from ratchet.rlhf.models.support import check_decoder, check_packing, small_decoder
+
+    check_architecture(config.model, "model", is_critic=False)
+    trainer = config.trainers.get("actor")
+    if trainer is not None and isinstance(trainer.engine, MegatronConfig):  # it has layers of its own
+        return
+    small = small_decoder(config.model)
+    if small is None:  # the workers try a larger one
+        return
+    named = f"model.path {config.model.path}"
+    decoding = check_decoder(small, named, generates=isinstance(config.rollout.engine, HFConfig))
+    if trainer is not None and trainer.packing is True:
+        check_packing(small, "actor.packing")
+    if decoding is not None and not (decoding.pads and decoding.selects):
+        note(f"{named}: {decoding.said(small.config.model_type)}")
+
+
+def _check_sequence_parallel(config: RunConfig, role: str) -> None:
+    """Refuses to split the sequences of a model whose layers are not all full attention."""
+    from ratchet.rlhf.models.sequence_parallel import refusal
+
+    owner, engine = ROLES[role].section, config.trainer_of(role).engine
+    size = getattr(engine, "sequence_parallel", 1)
+    if size > 1 and (reason := refusal(text_config(config.model_of(role)), size)):
+        raise UserError(f"{owner}.engine: sequence_parallel {reason}: remove {owner}.engine.sequence_parallel")
 
 
 def _check_heads(config: RunConfig) -> None:

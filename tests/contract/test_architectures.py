@@ -1,0 +1,196 @@
+"""What every decoder promises: the rollout's log-probs, the trainer's, and those of a plain forward pass are equal.
+
+The reference reads one unpadded sequence at a time, without a cache. Models compute in float32, with weights so large
+that a token's neighbours matter to it: padding, or the state of another sequence, moves log-probs by more than 1e-2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ratchet.infra.execution.preflight.models import check_models
+from ratchet.infra.progress import listening
+from ratchet.rlhf.algorithms.objectives import SupervisedObjective
+from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config import ModelConfig, RunConfig
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.loading import load_actor
+from ratchet.rlhf.models.support import check_decoder, check_packing, small_decoder
+from ratchet.rlhf.rollout.engine import Generation, Request, Sampling
+from ratchet.rlhf.rollout.hf_engine import HFRollout
+from ratchet.rlhf.train.engine import OptimizerPlan
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from tests import tiny
+from tests.decoders import NO_TEXT_DECODERS, REFUSED, STATEFUL, UNBUILT, VOCABULARY, tiny_config
+from tests.tiers import sampled
+
+KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NO_TEXT_DECODERS - UNBUILT.keys())
+WORKING = [kind for kind in KINDS if kind not in REFUSED]
+SAMPLING = Sampling(temperature=0.7, top_p=1.0, max_tokens=12, seed=3)
+EOS = tuple(range(1, VOCABULARY, 8))
+PROMPTS = [(3, 7, 11, 2, 40, 5, 6), (3, 7, 11, 2, 40, 5, 6), (9,), (4, 4, 12), (3, 7, 11, 2, 40, 5, 6), (9,)]
+CLOSE = 2e-4
+"""Above what step by step and chunked sums differ by (1e-5 of the logits in zamba2, 1e-6 elsewhere)."""
+
+
+def folder(path: Path, kind: str) -> ModelConfig:
+    """Writes a tiny model whose outputs depend on all its tokens."""
+    config = tiny_config(kind)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=32**-0.5)
+        model.save_pretrained(path)
+    return ModelConfig(path=str(path), dtype="float32")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    model: ModelConfig
+    generations: list[Generation]
+
+    @property
+    def batch(self) -> TrajectoryBatch:
+        responses = [list(generation.response_ids) for generation in self.generations]
+        return TrajectoryBatch.of(
+            {
+                "prompt_ids": [list(prompt) for prompt in PROMPTS],
+                "response_ids": responses,
+                "loss_mask": [[1] * len(response) for response in responses],
+            }
+        )
+
+
+def rollout(path: Path, kind: str) -> Rollout:
+    model = folder(path, kind)
+    engine = HFRollout(load_actor(model), eos_token_ids=EOS)
+    try:
+        requests = [Request(f"t{number}", prompt) for number, prompt in enumerate(PROMPTS)]
+        return Rollout(model, engine.generate(requests, SAMPLING))
+    finally:
+        engine.close()
+
+
+def reference(made: Rollout) -> list[np.ndarray]:
+    plain = AutoModelForCausalLM.from_pretrained(made.model.path, dtype=torch.float32).eval()
+    found = []
+    for prompt, generation in zip(PROMPTS, made.generations, strict=True):
+        response = torch.tensor(generation.response_ids)
+        with torch.no_grad():
+            ids = torch.tensor([*prompt, *generation.response_ids])[None]
+            logits = plain(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        log_probs = (logits / SAMPLING.temperature).log_softmax(-1)
+        found.append(log_probs.gather(-1, response[:, None])[:, 0].numpy())
+    return found
+
+
+@sampled(8)
+@pytest.mark.parametrize("kind", WORKING)
+def test_rollout_trainer_and_a_plain_forward_pass_agree(tmp_path: Path, kind: str) -> None:
+    made = rollout(tmp_path, kind)
+    lengths = [len(generation.response_ids) for generation in made.generations]
+    assert len(set(lengths)) > 1, "responses end at different steps"
+    expected = np.concatenate(reference(made))
+    generated = np.concatenate([generation.log_probs for generation in made.generations])
+    np.testing.assert_allclose(generated, expected, rtol=0, atol=CLOSE)
+
+    trainer = TorchEngine(load_actor(made.model), "policy")
+    computed = trainer.infer(made.batch, ["log_probs"], temperature=SAMPLING.temperature, micro_batch_tokens=64)
+    np.testing.assert_allclose(np.concatenate(computed["log_probs"].to_pylist()), expected, rtol=0, atol=CLOSE)
+
+    before = {name: weights.clone() for name, weights in trainer.weights()}
+    plan = OptimizerPlan(
+        lr=1e-2,
+        optimizer=AdamW(),
+        grad_clip=None,
+        micro_batch_tokens=64,
+        mini_batches=(tuple(range(len(PROMPTS))),),
+        temperature=SAMPLING.temperature,
+    )
+    metrics = trainer.update(made.batch, SupervisedObjective(), plan)
+    assert 0 < metrics["actor/grad_norm"] < np.inf
+    assert any(not torch.equal(weights, before[name]) for name, weights in trainer.weights())
+    assert all(weights.isfinite().all() for _, weights in trainer.weights() if weights.is_floating_point())
+
+
+@sampled(8)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zamba"])  # it needs all its layers
+def test_a_small_model_shows_before_the_start_what_works(tmp_path: Path, kind: str) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    small = small_decoder(ModelConfig(path=str(tmp_path), dtype="float32"))
+    assert small is not None
+    if kind in REFUSED:
+        message = rf"^model.path x: (?=.*\b{kind}\b).*{REFUSED[kind]}.*: (set|choose) [^\n]*$"
+        with pytest.raises(UserError, match=message):
+            check_decoder(small, "model.path x", generates=True)
+    else:
+        assert check_decoder(small, "model.path x", generates=True) is not None
+
+
+@sampled(4)
+@pytest.mark.parametrize("kind", sorted(STATEFUL))
+def test_sequences_that_would_share_a_state_are_not_packed(tmp_path: Path, kind: str) -> None:
+    model = folder(tmp_path, kind)
+    small = small_decoder(model)
+    assert small is not None
+    with pytest.raises(UserError, match=rf"actor.packing true: {kind} does not tell .*: remove actor.packing$"):
+        check_packing(small, "actor.packing")
+    # prompts are shared on the CPU wherever that is right
+    engine = TorchEngine(load_actor(model), "policy", share_prompts=True)
+    assert not engine.module.shares_prompts
+    assert not engine.packing
+
+
+def run(root: Path, kind: str) -> RunConfig:
+    """Returns a run whose policy is a tiny model of a type."""
+    tiny.workspace(root)
+    config = tiny_config(kind)
+    config.vocab_size = len(tiny.character_tokenizer())
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / "model")
+    return tiny.config(root, algorithm__advantage="grpo", data__max_prompt_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("rwkv", {}, r"model.path .*/model: rollout.engine hf cannot generate with rwkv: .*: set rollout.engine: vllm"),
+        (
+            "llama4_text",
+            {},
+            r"model.path .*/model: llama4_text cannot be trained .*: choose a model of",
+        ),
+        ("qwen3_next", {"actor.packing": True}, "actor.packing true: qwen3_next does not tell packed sequences apart"),
+        (
+            "qwen3_next",
+            {"actor.engine": {"type": "torch", "sequence_parallel": 2}, "pools": {"all": {"workers": 2}}},
+            r"actor.engine: sequence_parallel needs full attention in every layer, but .*'linear_attention'\]: remove",
+        ),
+    ],
+)
+def test_what_an_architecture_cannot_do_is_refused_before_the_start(
+    tmp_path: Path, kind: str, changes: dict[str, Any], message: str
+) -> None:
+    config = run(tmp_path, kind).with_values(changes)
+    with pytest.raises(UserError, match=f"{message}[^\n]*$"):
+        check_models(config)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("qwen3_next", []), ("mamba", ["only prompts of the same length"])])
+def test_a_slow_way_to_generate_is_said_once(tmp_path: Path, kind: str, expected: list[str]) -> None:
+    notes: list[object] = []
+    with listening(notes.append):
+        check_models(run(tmp_path, kind))
+    said = [str(note) for note in notes if "is slow with" in str(note)]
+    assert len(said) == len(expected)
+    assert all(part in text for part, text in zip(expected, said, strict=True))
