@@ -56,7 +56,8 @@ class TrainingFlops:
             used = parameter.numel() * (top_k / parameter.shape[0] if is_experts else 1.0)
             per_token += used * (6 if parameter.requires_grad else 4)
         attended = 0
-        for layer in config.per_layer_config:
+        layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+        for layer in layers:
             heads = getattr(layer, "num_attention_heads", 0)  # a model without attention has none
             attended += heads * (getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0))
         return cls(
