@@ -48,7 +48,6 @@ def same(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.promise
 def test_stopped_killed_and_contested_it_comes_out_the_same(sft: Any, processes: Processes, s3: str) -> None:
     quiet = sft("quiet")
     assert quiet.wait() == 0, quiet.text

@@ -42,7 +42,6 @@ def train(processes: Processes, config: RunConfig, *faults: Fault) -> Child:
     return processes.cli("train", path, faults=faults)
 
 
-@pytest.mark.promise
 def test_no_answer_is_asked_for_twice(workspace: Path, processes: Processes, server: JudgeServer) -> None:
     """Killed behind the third answer, which begins a shard; then moved, forked, and given another rubric."""
     config = judged_config(workspace, processes, server)

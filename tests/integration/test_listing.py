@@ -169,7 +169,6 @@ def test_a_run_that_lost_patience_has_ended_early(
     assert listed(tmp_path)["validated"].state == ("running" if state == "stopped" else state)
 
 
-@pytest.mark.promise
 def test_a_run_is_running_while_its_driver_lives(store: Path) -> None:
     beat(store, "open", socket.gethostname())
     assert listed(store)["open"].state == "running"

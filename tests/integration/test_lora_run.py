@@ -44,7 +44,6 @@ def cli(workspace: Path, processes: Processes) -> Any:
     return train
 
 
-@pytest.mark.promise
 def test_a_run_that_trains_adapters(cli: Any, workspace: Path, processes: Processes, tmp_path: Path) -> None:
     child, quiet = cli("quiet")
     assert child.wait() == 0, child.text

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
@@ -30,7 +29,6 @@ from tests import tiny
 T = TypeVar("T")
 
 
-@pytest.mark.promise
 def test_a_run_can_be_followed_on_the_server(workspace: Path, prefect_server: str, tmp_path: Path) -> None:
     name = f"Followed-{os.getpid()}"
     config = tiny.config(

@@ -55,7 +55,6 @@ def fit(processes: Processes, workspace: Path, preferences: Path, name: str, *mo
     )
 
 
-@pytest.mark.promise
 def test_from_preferences_to_ppo(workspace: Path, preferences: Path, processes: Processes) -> None:
     made = fit(processes, workspace, preferences, "judge")
     assert made.wait() == 0, made.text

@@ -81,7 +81,6 @@ def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None
     assert "best@2" in answered.text
 
 
-@pytest.mark.promise
 def test_a_reward_that_cannot_score_the_prompts_is_found_before_anything_starts(
     workspace: Path, processes: Processes
 ) -> None:

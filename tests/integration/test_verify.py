@@ -177,7 +177,6 @@ def test_a_fork_that_was_killed_can_be_made_again(
     assert json.loads((run.parent / "child" / "run.json").read_text())["at"] == "1"
 
 
-@pytest.mark.promise
 def test_verify_finds_every_kind_of_damage_and_mends_copies(ratchet: Ratchet, run: Path) -> None:
     code, text = ratchet("verify", "run")
     assert code == 0, text

@@ -61,6 +61,7 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_each_row_has_its_own_fate(pool: RewardPool) -> None:
     asked = ["good", "raise", "print", "sleep", "good", "nan", "die", "text", "fork and sleep", "fork", "good"]
     found = dict(zip(asked, pool.score([row(each) for each in asked]), strict=True))

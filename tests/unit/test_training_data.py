@@ -422,6 +422,7 @@ def alike(one: str, other: str) -> float:
     return len(first & second) / len(first | second)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(RUNS, SELECTIONS, st.lists(PROMPTS, max_size=2))
 def test_every_row_keeps_what_is_promised(
@@ -572,6 +573,7 @@ def test_trainers_of_trl_take_a_step(files: dict[str, str], kind: str, tmp_path:
     assert any(not weight.equal(before[name]) for name, weight in trainer.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_both_fits_take_a_step(files: dict[str, str], tmp_path: Path) -> None:
     from ratchet.flows.sft import sft
     from ratchet.flows.train_reward_model import train_reward_model
