@@ -27,6 +27,10 @@ from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassif
 class TokenClassifier(GenericForTokenClassification):  # type: ignore[misc]
     """Scores every token. Reads nothing but the last hidden states: recurrent decoders have no attentions to return."""
 
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.score = _head(self.score, config)
+
     def forward(self, input_ids: Tensor, **inputs: Any) -> TokenClassifierOutput:
         hidden = self.base_model(input_ids=input_ids, **inputs).last_hidden_state
         return TokenClassifierOutput(logits=self.score(self.dropout(hidden)))
@@ -34,6 +38,10 @@ class TokenClassifier(GenericForTokenClassification):  # type: ignore[misc]
 
 class SequenceClassifier(GenericForSequenceClassification):  # type: ignore[misc]
     """Scores the last token that is not padding."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.score = _head(self.score, config)
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> SequenceClassifierOutput:
         hidden = self.base_model(input_ids=input_ids, **inputs).last_hidden_state
@@ -51,7 +59,7 @@ def register(config: PreTrainedConfig) -> bool:
     """
     kind = type(config)
     is_language_model = kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_MAPPING
-    if is_language_model and not config.is_encoder_decoder and _outputs_hidden_size(config):
+    if is_language_model and not config.is_encoder_decoder:
         language_model = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
         # transformers overlooks a class for one of its own configs without exist_ok
         if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
@@ -64,11 +72,12 @@ def register(config: PreTrainedConfig) -> bool:
     return kind in known and issubclass(known[kind], TokenClassifier)
 
 
-def _outputs_hidden_size(config: PreTrainedConfig) -> bool:
-    """True unless the decoder projects its last hidden states, as the OPT of 350 M does."""
-    text = config.get_text_config()
-    size = getattr(text, "hidden_size", None)
-    return size is not None and getattr(text, "word_embed_proj_dim", size) == size
+def _head(built: torch.nn.Linear, config: PreTrainedConfig) -> torch.nn.Linear:
+    """Returns a head of the size of the last hidden states, which the OPT of 350 M projects."""
+    size = getattr(config.get_text_config(), "word_embed_proj_dim", built.in_features)
+    if size == built.in_features:
+        return built
+    return torch.nn.Linear(size, built.out_features, bias=built.bias is not None)
 
 
 def _classifier(config: PreTrainedConfig, language_model: type[PreTrainedModel], generic: type) -> type:

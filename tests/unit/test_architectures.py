@@ -70,7 +70,7 @@ def folder(path: Path, kind: str, head: Head = "policy", **sizes: Any) -> ModelC
     return ModelConfig(path=str(path), dtype="float32")
 
 
-@pytest.mark.parametrize("kind", ["llama", "opt", "t5"])
+@pytest.mark.parametrize("kind", ["llama", "trocr", "t5"])
 def test_an_architecture_that_cannot_be_what_is_asked_for_is_refused(kind: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(kind, **({"vocab_size": 50} | SMALL.get(kind, {})))
     config.save_pretrained(tmp_path)
@@ -80,16 +80,23 @@ def test_an_architecture_that_cannot_be_what_is_asked_for_is_refused(kind: str, 
             check_architecture(model, "model", is_critic=False)
     else:
         check_architecture(model, "model", is_critic=False)
-    if kind == "opt":  # which projects its last hidden states: a head has another size
-        with pytest.raises(UserError, match=r"critic.model.path .* for opt, so it cannot be the critic: name another"):
+    if kind == "trocr":  # transformers has its decoder only with a head of words
+        with pytest.raises(
+            UserError, match=r"critic.model.path .* for trocr, so it cannot be the critic: name another"
+        ):
             check_architecture(model, "critic.model", is_critic=True)
     else:
         check_architecture(model, "critic.model", is_critic=True)
 
 
+TROCR = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+
+
 def test_a_fit_of_what_transformers_has_no_class_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="transformers has no AutoModelForTokenClassification for opt: start from"):
-        load_critic(folder(tmp_path, "opt", word_embed_proj_dim=8))
+    with pytest.raises(UserError, match="transformers has no AutoModelForTokenClassification for trocr: start from"):
+        load_critic(
+            folder(tmp_path, "trocr", d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32)
+        )
 
 
 HYBRID = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
@@ -108,6 +115,7 @@ WITHOUT_CLASSIFIER: dict[str, dict[str, Any]] = {
     "lfm2": {**HYBRID, "layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "state_size": 4, "n_groups": 1},
     "olmo3": HYBRID,
+    "opt": {"word_embed_proj_dim": 8},  # the last hidden states are projected
     "qwen3_5_text": {
         **HYBRID,
         "head_dim": 8,
