@@ -27,6 +27,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassif
 class TokenClassifier(GenericForTokenClassification):  # type: ignore[misc]
     """Scores every token. Reads nothing but the last hidden states: recurrent decoders have no attentions to return."""
 
+    score: torch.nn.Linear
+
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.score = _head(self.score, config)
@@ -38,6 +40,8 @@ class TokenClassifier(GenericForTokenClassification):  # type: ignore[misc]
 
 class SequenceClassifier(GenericForSequenceClassification):  # type: ignore[misc]
     """Scores the last token that is not padding."""
+
+    score: torch.nn.Linear
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)

@@ -91,7 +91,7 @@ def test_evaluate_and_train_use_it(folder: Path, tmp_path: Path, processes: Proc
         data__train=[str(prompts)],
         data__prompts_per_iteration=2,
         reward__function=f"{reward}:named",
-        algorithm__advantage__type="grpo",
+        algorithm__advantage={"type": "grpo"},
         critic=None,
         actor__lr=1e-6,
         train__iterations=1,
