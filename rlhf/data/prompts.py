@@ -93,7 +93,13 @@ TEMPLATE = 128
 """Upper bound on the tokens that a chat template adds to a prompt. Every other token has at least one byte."""
 RENDERED = frozenset(("system", "user", "assistant"))
 """Roles that chat templates render or refuse."""
-ROLES = SHAREGPT | {"tool": "tool", "function": "tool", "developer": "system", "model": "assistant", "bot": "assistant"}
+MESSAGE_ROLES = SHAREGPT | {
+    "tool": "tool",
+    "function": "tool",
+    "developer": "system",
+    "model": "assistant",
+    "bot": "assistant",
+}
 """What roles of other data mean, in lower case."""
 
 
@@ -321,12 +327,12 @@ def _check_keys(messages: Messages, template: str, where: str) -> None:
 def _check_roles(messages: Messages, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Raises UserError for a role that the chat template does not know, or whose messages it leaves out.
 
-    Many templates write any role as it is, such as `human`, between tokens that the model only knows around others.
+    Many templates render an unknown role, such as `human`, as if it were known: the model never saw such a turn.
     """
     state, template = state_of(tokenizer), str(tokenizer.chat_template)
     for role in {message["role"] for message in messages} - RENDERED - state.rendered[template]:
         if role != "tool" and not re.search(rf"(['\"]){re.escape(role)}\1", template):
-            write = ROLES.get(role.lower())
+            write = MESSAGE_ROLES.get(role.lower())
             rename = "rename it" if write is None else f"write {write}"
             raise UserError(
                 f"{where}: the chat template knows no role {role!r:.40}: {rename}, or set another model.chat_template"

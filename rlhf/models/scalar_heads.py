@@ -24,28 +24,28 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassifierOutput
 
 
-class TokenClassifier(GenericForTokenClassification):  # type: ignore[misc]
-    """Scores every token. Reads nothing but the last hidden states: recurrent decoders have no attentions to return."""
+class _Headed:
+    """Fits the head to the last hidden states, which some decoders project, such as the OPT of 350 M."""
 
     score: torch.nn.Linear
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self.score = _head(self.score, config)
+        super().__init__(config)  # type: ignore[call-arg]  # of the generic classifier, which comes after this class
+        size = getattr(config.get_text_config(), "word_embed_proj_dim", self.score.in_features)
+        if size != self.score.in_features:
+            self.score = torch.nn.Linear(size, self.score.out_features, bias=self.score.bias is not None)
+
+
+class TokenClassifier(_Headed, GenericForTokenClassification):  # type: ignore[misc]
+    """Scores every token. Reads nothing but the last hidden states: recurrent decoders have no attentions to return."""
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> TokenClassifierOutput:
         hidden = self.base_model(input_ids=input_ids, **inputs).last_hidden_state
         return TokenClassifierOutput(logits=self.score(self.dropout(hidden)))
 
 
-class SequenceClassifier(GenericForSequenceClassification):  # type: ignore[misc]
+class SequenceClassifier(_Headed, GenericForSequenceClassification):  # type: ignore[misc]
     """Scores the last token that is not padding."""
-
-    score: torch.nn.Linear
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self.score = _head(self.score, config)
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> SequenceClassifierOutput:
         hidden = self.base_model(input_ids=input_ids, **inputs).last_hidden_state
@@ -74,14 +74,6 @@ def register(config: PreTrainedConfig) -> bool:
             AutoModelForSequenceClassification.register(kind, built, exist_ok=True)
     known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     return kind in known and issubclass(known[kind], TokenClassifier)
-
-
-def _head(built: torch.nn.Linear, config: PreTrainedConfig) -> torch.nn.Linear:
-    """Returns a head of the size of the last hidden states, which the OPT of 350 M projects."""
-    size = getattr(config.get_text_config(), "word_embed_proj_dim", built.in_features)
-    if size == built.in_features:
-        return built
-    return torch.nn.Linear(size, built.out_features, bias=built.bias is not None)
 
 
 def _classifier(config: PreTrainedConfig, language_model: type[PreTrainedModel], generic: type) -> type:

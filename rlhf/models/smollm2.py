@@ -62,7 +62,7 @@ def make(folder: Path, say: Callable[[str], None]) -> None:
 
     Args:
         folder: a new or empty folder, in one that exists.
-        say: is told what happens now; the whole takes a minute.
+        say: receives a line before each step; together the steps take about a minute.
 
     Raises:
         UserError: the package `gguf` is missing, or the weights cannot be had.

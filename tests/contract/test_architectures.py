@@ -11,19 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from ratchet.infra.execution.preflight.models import check_models
 from ratchet.infra.progress import listening
-from ratchet.rlhf.algorithms.objectives import SupervisedObjective
+from ratchet.rlhf.algorithms.objectives import CriticObjective, SupervisedObjective
 from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig, RunConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models.loading import load_actor
+from ratchet.rlhf.models.hf_configs import check_architecture
+from ratchet.rlhf.models.loading import load_actor, load_critic, load_scorer, save
 from ratchet.rlhf.models.support import check_decoder, check_packing, small_decoder
 from ratchet.rlhf.rollout.engine import Generation, Request, Sampling
 from ratchet.rlhf.rollout.hf_engine import HFRollout
@@ -136,6 +141,59 @@ def test_a_small_model_shows_before_the_start_what_works(tmp_path: Path, kind: s
             check_decoder(small, "model.path x", generates=True)
     else:
         assert check_decoder(small, "model.path x", generates=True) is not None
+
+
+OWN_CLASSIFIER = {*MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, "ctrl"}
+"""Types with a classifier of transformers' own; that of ctrl scores conversations."""
+NO_CRITIC = {"hy_v4"}
+"""Types whose hidden states need a part of the language model's head."""
+
+
+def test_a_decoder_that_cannot_be_a_critic_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"lacks model\.hc_head\.hc_base: it is not a backbone for a critic$"):
+        load_critic(folder(tmp_path, "hy_v4"))
+
+
+@sampled(8)
+@pytest.mark.parametrize("kind", [kind for kind in WORKING if kind not in OWN_CLASSIFIER | NO_CRITIC])
+def test_any_decoder_can_be_a_critic_and_a_reward_model(tmp_path: Path, kind: str) -> None:
+    model = folder(tmp_path / "policy", kind)
+    check_architecture(model, "critic.model", is_critic=True)
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        hidden = load_actor(model).eval().base_model(input_ids=ids, use_cache=False).last_hidden_state
+    for number, load in enumerate((load_critic, load_scorer)):
+        classifier = load(model).eval()
+        assert not classifier.score.weight.any(), "a new head starts at zero"
+        torch.nn.init.normal_(classifier.score.weight)
+        save(classifier, tmp_path / f"{number}")
+        again = load(ModelConfig(path=str(tmp_path / f"{number}"), dtype="float32")).eval()
+        with torch.no_grad():
+            expected = torch.nn.functional.linear(hidden, classifier.score.weight, classifier.score.bias)
+            scores = again(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(scores, expected if load is load_critic else expected[:, -1])
+
+
+@sampled(8)
+@pytest.mark.parametrize("kind", sorted(STATEFUL))
+def test_a_critic_with_states_learns(tmp_path: Path, kind: str) -> None:
+    made = folder(tmp_path, kind)
+    ones = [[1.0] * 3 for _ in PROMPTS]
+    batch = TrajectoryBatch.of(
+        {
+            "prompt_ids": [list(prompt) for prompt in PROMPTS],
+            "response_ids": [[5, 6, 7] for _ in PROMPTS],
+            **{name: pa.array(ones, pa.list_(pa.float32())) for name in ("loss_mask", "returns", "values")},
+        }
+    )
+    engine = TorchEngine(load_critic(made), "value")
+    mini_batches = (tuple(range(len(PROMPTS))),) * 20
+    plan = OptimizerPlan(
+        lr=0.01, optimizer=AdamW(), grad_clip=None, micro_batch_tokens=64, mini_batches=mini_batches, temperature=1.0
+    )
+    engine.update(batch, CriticObjective(cliprange_value=None), plan)
+    values = engine.infer(batch, ["values"], temperature=1.0, micro_batch_tokens=64)["values"]
+    assert np.abs(np.concatenate(values.to_pylist()) - 1).mean() < 0.5, "it began at 0"
 
 
 @sampled(4)

@@ -183,7 +183,10 @@ def test_a_name_that_a_file_lacks_is_named_by_the_file(tmp_path: Path) -> None:
 
 def test_a_store_that_does_not_exist_has_no_list(command: Command) -> None:
     code, _, said = command.ratchet("ls", "--store", "nothere")
-    assert (code, said.strip()) == (2, "error: --store nothere: there is no such folder; name that of your runs")
+    assert (code, said.strip()) == (
+        2,
+        "error: --store nothere: there is no such folder; name the one with your runs",
+    )
     (command.folder / "empty").mkdir()
     code, out, _ = command.ratchet("ls", "--store", command.folder / "empty")
     assert code == 0

@@ -61,15 +61,14 @@ def _check_policy(config: RunConfig) -> None:
     from ratchet.rlhf.models.support import check_decoder, check_packing, small_decoder
 
     check_architecture(config.model, "model", is_critic=False)
-    trainer = config.trainers.get("actor")
-    if trainer is not None and isinstance(trainer.engine, MegatronConfig):  # it has layers of its own
+    if isinstance(config.actor.engine, MegatronConfig):  # it has layers of its own
         return
     small = small_decoder(config.model)
     if small is None:  # the workers try a larger one
         return
     named = f"model.path {config.model.path}"
     decoding = check_decoder(small, named, generates=isinstance(config.rollout.engine, HFConfig))
-    if trainer is not None and trainer.packing is True:
+    if config.actor.packing is True:
         check_packing(small, "actor.packing")
     if decoding is not None and not (decoding.pads and decoding.selects):
         note(f"{named}: {decoding.said(small.config.model_type)}")
@@ -80,7 +79,7 @@ def _check_sequence_parallel(config: RunConfig, role: str) -> None:
     from ratchet.rlhf.models.sequence_parallel import refusal
 
     owner, engine = ROLES[role].section, config.trainer_of(role).engine
-    size = getattr(engine, "sequence_parallel", 1)
+    size = engine.teams.get("sequence_parallel", 1)
     if size > 1 and (reason := refusal(text_config(config.model_of(role)), size)):
         raise UserError(f"{owner}.engine: sequence_parallel {reason}: remove {owner}.engine.sequence_parallel")
 
