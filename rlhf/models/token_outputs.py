@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from ratchet.rlhf.models.segments import Segments
 
 Head = Literal["policy", "value", "reward"]
-LOGITS_BYTES = 2**28
-"""Maximum size of a piece of float32 logits."""
+LOGITS_BYTES = 2**29
+"""Maximum size of a piece of float32 logits, which is in memory once, also in the backward pass."""
+CACHED_BYTES = 2**23
+"""Size of the logits that a CPU computes with at a time: they stay in its cache, and in memory that it already has."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,8 @@ class TokenOutputs(torch.nn.Module):
         if self.kernels == "liger" and "entropy" not in outputs and temperature == 1.0 and self._has_plain_head():
             return {"log_probs": liger_log_probs(hidden, self.model.get_output_embeddings().weight, targets)}
         members = 1 if self.vocabulary is None else self.vocabulary.members
-        size = max(1, LOGITS_BYTES * members // (4 * self.model.config.get_text_config().vocab_size))
+        limit = LOGITS_BYTES if torch.is_grad_enabled() or hidden.is_cuda else min(LOGITS_BYTES, 4 * CACHED_BYTES)
+        size = max(1, limit * members // (4 * self.model.config.get_text_config().vocab_size))
         count = -(-len(targets) // size)
         # sharded weights are gathered by a collective in each call
         if self.in_step:
@@ -271,32 +274,88 @@ class TokenOutputs(torch.nn.Module):
 
 
 def log_probs_and_entropy(
-    logits: Float[Tensor, "*tokens vocab"],
-    targets: Int[Tensor, "*tokens"],
+    logits: Float[Tensor, "tokens vocab"],
+    targets: Int[Tensor, " tokens"],
     temperature: float,
     *,
     entropy: bool,
     share: VocabularyShare | None = None,
-) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"] | None]:
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
     r"""Computes :math:`\log\pi(y) = z_y - lse(z)` and :math:`H = lse(z) - \sum_v \pi_v z_v` in float32.
 
-    z are the temperature-scaled logits; lse is the log of the sum of exponentials.
+    z are the temperature-scaled logits; lse is the log of the sum of exponentials. The backward pass overwrites the
+    logits with their gradient.
 
     Args:
         share: this process's part of the vocabulary; None: all of it. With a part, all members of the team must make
             the same call, and compute the same loss from what it returns.
 
     Returns:
-        Log-probs and entropy (or None) in nats, float32, shape (*tokens).
+        Log-probs and entropy (or None) in nats, float32, shape (tokens,).
     """
-    scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
     if share is not None:
-        return _of_share(scaled, targets, share, entropy=entropy)
-    normalizer = scaled.logsumexp(-1)
-    log_probs = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
+        return _of_share(_scaled(logits, temperature), targets, share, entropy=entropy)
+    if torch.compiler.is_compiling():  # fuses what the other writes in place
+        log_probs, _, entropies = _of_block(_scaled(logits, temperature), targets, entropy=entropy)
+        return log_probs, entropies
+    return _LogProbs.apply(logits, targets, temperature, entropy)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    return logits.float() / temperature if temperature != 1.0 else logits.float()
+
+
+def _of_block(scaled: Tensor, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns log-probs, normalizers and entropy of scaled logits."""
+    normalizers = scaled.logsumexp(-1)
+    log_probs = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizers
     if not entropy:
-        return log_probs, None
-    return log_probs, normalizer - ((scaled - normalizer.unsqueeze(-1)).exp() * scaled).sum(-1)
+        return log_probs, normalizers, None
+    return log_probs, normalizers, normalizers - ((scaled - normalizers.unsqueeze(-1)).exp() * scaled).sum(-1)
+
+
+class _LogProbs(torch.autograd.Function):
+    """Log-probs and entropy; the gradient of the logits takes over their memory.
+
+    With g and e, the gradients of a token's log-prob and entropy, that of its scaled logits is
+    :math:`g (1_{v=y} - \\pi_v) - e \\pi_v (\\log\\pi_v + H)`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        blocks = [
+            _of_block(_scaled(logits[rows], temperature), targets[rows], entropy=entropy) for rows in _blocks(logits)
+        ]
+        log_probs, normalizers = (torch.cat([block[part] for block in blocks]) for part in (0, 1))  # type: ignore[misc]
+        entropies = torch.cat([block[2] for block in blocks]) if entropy else None  # type: ignore[misc]
+        ctx.save_for_backward(logits, targets, normalizers, entropies)
+        ctx.temperature = temperature
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits, targets, normalizers, entropies = ctx.saved_tensors
+        for rows in _blocks(logits):
+            log_pi = _scaled(logits[rows], ctx.temperature) - normalizers[rows, None]
+            weights = of_log_probs[rows, None]
+            if entropies is None:
+                gradients = log_pi.exp_().mul_(-weights)
+            else:
+                assert of_entropies is not None
+                pi = log_pi.exp()
+                gradients = log_pi.add_(entropies[rows, None]).mul_(of_entropies[rows, None]).add_(weights)
+                gradients.mul_(pi).neg_()
+            gradients.scatter_add_(-1, targets[rows, None], weights)
+            logits[rows] = gradients.div_(ctx.temperature) if ctx.temperature != 1.0 else gradients
+        return logits, None, None, None
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Splits the tokens of logits so that the temporary tensors are small."""
+    size = max(1, (LOGITS_BYTES if logits.is_cuda else CACHED_BYTES) // (4 * logits.shape[-1]))
+    return [slice(start, start + size) for start in range(0, max(len(logits), 1), size)]
 
 
 def _of_share(
