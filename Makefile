@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm sglang browser ceph test test-slow test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
+.PHONY: demo demo-countdown vllm sglang browser ceph test test-slow test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -34,7 +34,10 @@ build/sglang/installed: .venv/vllm infra/recipes/sglang-cpu.txt
 
 sglang: build/sglang/installed ## an SGLang server for tests, without a GPU
 
-demo: .venv/installed ## the whole recipe on this machine: data, supervised model, PPO, and a picture
+demo: .venv/installed ## a pretrained model learns with GRPO on this machine, shown before and after
+	examples/sentences/run.sh
+
+demo-countdown: .venv/installed ## a tiny model of our own: data, supervised model, PPO, and a picture
 	examples/countdown.sh
 
 browser: ## a Chromium for the tests of pages, with apt

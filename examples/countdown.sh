@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The demo: commands that you could type yourself, in the root of a checkout. A second run resumes the first.
+# The quick demo: commands that you could type yourself, in the root of a checkout. A second run resumes the first.
 set -euo pipefail
 # one thread: the same seed gives the same numbers on the same kind of CPU (results depend on threads and on kernels)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -14,4 +14,4 @@ if [ ! -f models/countdown-sft/model.safetensors ]; then
         --steps 900 --batch-examples 32 --lr 2e-3 --warmup-steps 50
 fi
 run ratchet train examples/countdown.yaml
-run python examples/countdown_summary.py countdown
+run python examples/summary.py countdown
