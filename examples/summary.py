@@ -53,7 +53,8 @@ def side_by_side(validation: pd.DataFrame) -> Table:
         first[first["iteration"] == iteration].reset_index(drop=True)  # the same prompts in the same order
         for iteration in (validation["iteration"].min(), validation["iteration"].max())
     )
-    start, end = commonprefix(list(after["prompt"])), commonprefix([prompt[::-1] for prompt in after["prompt"]])
+    prompts = list(after["prompt"])
+    start, end = (commonprefix(texts) for texts in (prompts, [prompt[::-1] for prompt in prompts]))  # noqa: RUF071
     table = Table(show_lines=True)
     for column in ("prompt", "before", "after"):
         table.add_column(column, ratio=1)

@@ -19,10 +19,10 @@ engine farmer feather finger fish flower forest garden ghost guitar hammer honey
 lemon letter lion mirror monkey moon mountain ocean painter paper piano pillow planet potato queen rabbit radio rain
 river robot salt school shadow ship silver snow soldier spider spoon stone storm summer sun teacher tiger train tree
 turtle umbrella village violin whale window winter wizard
-""".split()
+"""
 HELD_OUT = """
 baker bell camel dragon elephant fire glass hat jungle key lamp lake nurse owl penguin rose sailor tower volcano wolf
-""".split()
+"""
 PROMPTS = (
     "Write one short sentence with the word {word}.",
     "Use the word {word} in one short sentence.",
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for split, words in (("train", WORDS), ("test", HELD_OUT)):
+    for split, words in (("train", WORDS.split()), ("test", HELD_OUT.split())):
         rows = [
             {
                 "data_source": "sentences",
@@ -78,7 +78,7 @@ def main() -> None:
             for text in PROMPTS
         ]
         pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
-    print(f"prompts with {len(WORDS)} words for training, and with {len(HELD_OUT)} others, are in {out}")
+        print(f"{len(rows)} prompts with {len(words)} words are in {out / split}.parquet")
 
 
 if __name__ == "__main__":

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ratchet.flows.train import train
+from ratchet.infra.runs.run import open_run
+from ratchet.rlhf.environments import Observation
 from tests import tiny
-from tests.history import History
+from tests.extras import needs
 from tests.processes import Processes
 
 QUESTION = "What is the capital of France?"
@@ -71,7 +76,7 @@ def test_the_card_says_where_it_comes_from(folder: Path) -> None:
         assert said in card
 
 
-def test_evaluate_and_train_use_it(folder: Path, tmp_path: Path, processes: Processes) -> None:
+def test_evaluate_uses_it(folder: Path, tmp_path: Path, processes: Processes) -> None:
     prompts = tmp_path / "prompts.parquet"
     pd.DataFrame({"prompt": [QUESTION] * 2, "answer": ["Paris"] * 2}).to_parquet(prompts)
     answers = tmp_path / "answers.parquet"
@@ -84,23 +89,92 @@ def test_evaluate_and_train_use_it(folder: Path, tmp_path: Path, processes: Proc
     assert child.wait() == 0, child.text
     assert pd.read_parquet(answers)["score"].tolist() == [1, 1]
 
-    config = tiny.config(
-        tmp_path,
-        run__store=f"file://{tmp_path}/runs",
-        model__path=str(folder),
-        data__train=[str(prompts)],
-        data__prompts_per_iteration=2,
-        reward__function=f"{reward}:named",
-        algorithm__advantage={"type": "grpo"},
-        critic=None,
-        actor__lr=1e-6,
-        train__iterations=1,
+
+class Guesses:
+    """Asks once more; a turn with a vowel counts, and a full stop ends one."""
+
+    stop = (".",)
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None: ...
+
+    def step(self, turn: str) -> Observation:
+        self.turns += 1
+        again = [{"role": "user", "content": "And in one word?"}]
+        return Observation(again if self.turns == 1 else None, float(any(vowel in turn for vowel in "aeiou")))
+
+
+def log_probs(folder: Path, rows: pd.DataFrame) -> Iterator[np.ndarray]:
+    """Computes the log-probs of each response in transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for row in rows.itertuples():
+        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(row.prompt_ids) - 1 : -1]
+        yield logits.log_softmax(-1).gather(-1, ids[0, len(row.prompt_ids) :, None])[:, 0].numpy()
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "hf": {},
+    "lora": {"model__lora": {"r": 4}, "actor__lr": 1e-3},
+    "turns": {
+        "rollout__environment": {"name": "tests.integration.test_pretrained:Guesses", "max_turns": 2},
+        "rollout__max_response_tokens": 64,
+        "reward__function": None,
+    },
+    "vllm": {"rollout__engine": {"type": "vllm", "enforce_eager": True}},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name) if name == "vllm" else ()) for name in RUNS])
+def test_every_way_to_generate_and_train_has_the_log_probs_of_the_exported_model(
+    name: str, folder: Path, tmp_path: Path, prefect_server: str
+) -> None:
+    prompts = tmp_path / "prompts.parquet"
+    asked = ["What is the capital of France?", "Name a colour.", "Count: 1, 2, 3"]
+    pd.DataFrame({"prompt": [[{"role": "user", "content": text}] for text in asked], "ground_truth": asked}).to_parquet(
+        prompts
     )
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    child = processes.cli("train", path)
-    assert child.wait() == 0, child.text
-    assert History.of(config).state.iteration == 1
+    base = {
+        "model__path": str(folder),
+        "data__train": [str(prompts)],
+        "data__prompts_per_iteration": 3,
+        "rollout__n": 3,
+        "rollout__max_response_tokens": 12,
+        "reward__function": "tests.rewards:letters",
+        "algorithm": {"advantage": {"type": "grpo"}},
+        "critic": None,
+        "actor__mini_batch_trajectories": 9,
+        "actor__ppo_epochs": 2,  # else the log-probs of the old policy are not computed
+        "actor__lr": 1e-4,
+        "train__iterations": 2,
+    }
+    config = tiny.config(tmp_path, **base | RUNS[name])
+    train(config)
+    run = open_run(f"{config.run.store}/{config.run.name}")
+    exported = run.export(1, tmp_path / "exported")
+    for iteration, weights in ((0, folder), (1, exported)):
+        rows = run.trajectories(iterations=[iteration])
+        for row, expected in zip(rows.itertuples(), log_probs(weights, rows), strict=True):
+            drawn = np.flatnonzero(row.response_mask)
+            assert len(drawn) > 0
+            assert len(drawn) == len(row.response_ids) or name == "turns", "an environment's tokens are not drawn"
+            # float32, logits of up to 30, and sums in another order; those of other weights differ by more than 1e-2
+            np.testing.assert_allclose(row.rollout_log_probs[drawn], expected[drawn], rtol=0, atol=2e-3)
+            np.testing.assert_allclose(row.old_log_probs[drawn], expected[drawn], rtol=0, atol=2e-3)
+    moved = [
+        np.abs(before - after).max()
+        for before, after in zip(log_probs(folder, rows), log_probs(exported, rows), strict=True)
+    ]
+    assert max(moved) > 1e-2
+    if name == "turns":
+        texts = AutoTokenizer.from_pretrained(folder).batch_decode(rows["response_ids"].tolist())
+        assert any(
+            "<|im_end|>\n<|im_start|>user\nAnd in one word?<|im_end|>\n<|im_start|>assistant\n" in text
+            for text in texts
+        )
 
 
 def test_a_folder_of_something_else_is_left_alone(folder: Path, tmp_path: Path) -> None:

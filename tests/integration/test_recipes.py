@@ -32,6 +32,7 @@ MORE = {
     "gspo": {"old_log_probs"},
     "dapo": {"select", "old_log_probs"},
     "egpo": {"old_log_probs"},
+    "sentences/grpo": set(),
     "reward_model/ppo": {"reward_model", "old_log_probs", "ref_log_probs", "values", "update_critic"},
 }
 """What each recipe runs besides."""
