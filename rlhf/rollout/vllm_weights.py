@@ -87,6 +87,8 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
 
         self._experts.check_complete()
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _pack_heads_again(self.model)
 
     def shutdown(self) -> None:
         """Does nothing: there is nothing to release."""
@@ -162,6 +164,18 @@ def _pack_experts_again(model: torch.nn.Module) -> None:
         if getattr(method, "moe_kernel", None) is not None:
             # vLLM 0.32 packs only when it builds the kernel, and would copy new weights over the packed ones unpacked
             method.moe_kernel = None
+
+
+def _pack_heads_again(model: torch.nn.Module) -> None:
+    """Packs new weights of heads for the CPU's kernel.
+
+    vLLM 0.32 packs the layers that load weights: a head that is tied to the embedding would keep its first ones.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 class Extension:
