@@ -48,6 +48,7 @@ def model_folder(
     vocabulary: int | None = None,
     letters: str = LETTERS,
     seed: int = 0,
+    tied: bool = False,
 ) -> Path:
     """Writes a Llama with random weights and a character tokenizer."""
     import torch
@@ -68,6 +69,7 @@ def model_folder(
             pad_token_id=0,
             eos_token_id=1,
             bos_token_id=1,
+            tie_word_embeddings=tied,
         )
         LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -173,7 +173,10 @@ def own(request: pytest.FixtureRequest) -> Kind:
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose weights are larger than usual, so that context matters; of a head's size that vLLM takes."""
-    folder = model_folder(tmp_path_factory.mktemp("rollout"), hidden=128, intermediate=128)
+    return large_weights(model_folder(tmp_path_factory.mktemp("rollout"), hidden=128, intermediate=128))
+
+
+def large_weights(folder: Path) -> Path:
     model = load_actor(ModelConfig(path=str(folder)))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -478,7 +481,17 @@ def test_an_engine_that_made_room_answers_as_before(own: Kind, policy_folder: Pa
 
 def test_new_weights_are_taken_over_in_place(kind: Kind, policy_folder: Path) -> None:
     """Nothing of the old ones stays, cached prompts included; and there is a way back."""
-    engine, trainer = kind.build(policy_folder), TorchEngine(load_actor(ModelConfig(path=str(policy_folder))), "policy")
+    assert_takes_new_weights(kind, policy_folder)
+
+
+def test_new_weights_reach_a_head_that_is_tied_to_the_embedding(own: Kind, tmp_path: Path) -> None:
+    """vLLM's kernels for CPUs keep a copy of it."""
+    folder = model_folder(tmp_path / "tied", hidden=128, intermediate=128, tied=True)
+    assert_takes_new_weights(own, large_weights(folder))
+
+
+def assert_takes_new_weights(kind: Kind, folder: Path) -> None:
+    engine, trainer = kind.build(folder), TorchEngine(load_actor(ModelConfig(path=str(folder))), "policy")
     first = engine.generate(requests(), kind.sampling)
     before = [(name, tensor.clone()) for name, tensor in trainer.weights()]
     with torch.no_grad():
