@@ -3,10 +3,11 @@
     make bench-trl            # or: python benchmarks/trl/compare.py [--only NAME] [--rounds 5]
 
 The same weights, prompts, lengths, type and single thread: a Llama with 3.7 M parameters, 32 responses of 64 tokens to
-prompts of 32 tokens, one optimizer step on all of them. GRPO samples four responses per prompt; PPO one, with four
-models, and the rollout's log-probs as the old ones, as TRL does. Each side is a process of its own that runs three
-iterations to warm up and five that count; the sides take turns, and each round gives a ratio. Reported are medians over
-the rounds, with the smallest and the largest.
+prompts of 32 tokens, one optimizer step on all of them; or SmolLM2-135M-Instruct (models/smollm2, which `make demo`
+makes), 32 tokens, and prompts of the demo, of about 40 tokens. GRPO samples four responses per prompt, or eight; PPO
+one, with four models, and the rollout's log-probs as the old ones, as TRL does. Each side is a process of its own that
+runs three iterations to warm up and five that count (one and three with SmolLM2); the sides take turns, and each round
+gives a ratio. Reported are medians over the rounds, with the smallest and the largest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -44,6 +46,16 @@ class Work:
     dtype: str = "float32"
     prompt_tokens: int = PROMPT_TOKENS
     response_tokens: int = RESPONSE_TOKENS
+    pretrained: bool = False
+    """Uses SmolLM2-135M-Instruct, and fewer iterations."""
+
+    @property
+    def warm_up(self) -> int:
+        return 1 if self.pretrained else WARM_UP
+
+    @property
+    def counted(self) -> int:
+        return 3 if self.pretrained else COUNTED
 
 
 WORKS = (
@@ -55,6 +67,8 @@ WORKS = (
     Work("GRPO, reference, n 8, prompts of 128", "grpo", 8, ("--reference",), prompt_tokens=128),
     Work("PPO, reward model", "ppo", 1, ("--reward-model",)),
     Work("PPO, reward model, bfloat16", "ppo", 1, ("--reward-model",), dtype="bfloat16"),
+    Work("GRPO, SmolLM2, n 8", "grpo", 8, response_tokens=32, pretrained=True),
+    Work("PPO, SmolLM2, reward model", "ppo", 1, ("--reward-model",), response_tokens=32, pretrained=True),
 )
 
 
@@ -69,14 +83,22 @@ class Cost:
 
 def workspace(root: Path, work: Work) -> None:
     """Writes the models and prompts of both sides."""
-    shape = {"hidden": 256, "layers": 4, "intermediate": 688, "heads": 8, "key_value_heads": 8, "vocabulary": 1024}
-    tiny.model_folder(root / "model", **shape)
+    prompts: list[object]
+    if work.pretrained:
+        (root / "model").symlink_to(ROOT / "models/smollm2")
+        task = runpy.run_path(str(ROOT / "examples/sentences/sentences.py"))
+        prompts = [
+            [{"role": "user", "content": text.format(word=word)}]
+            for word in task["WORDS"].split()
+            for text in task["PROMPTS"]
+        ]
+    else:
+        shape = {"hidden": 256, "layers": 4, "intermediate": 688, "heads": 8, "key_value_heads": 8, "vocabulary": 1024}
+        tiny.model_folder(root / "model", **shape)
+        letters = "abcdefghijklmnopqrstuvwxyz" * (work.prompt_tokens // 26 + 1)
+        prompts = [f"{number:03d} {letters[: work.prompt_tokens - 4]}" for number in range(256)]
     tiny.reward_model_folder(root / "reward_model", root / "model")
-    letters = "abcdefghijklmnopqrstuvwxyz" * (work.prompt_tokens // 26 + 1)
-    rows = [
-        {"data_source": "benchmark", "prompt": f"{number:03d} {letters[: work.prompt_tokens - 4]}"}
-        for number in range(256)
-    ]
+    rows = [{"data_source": "benchmark", "prompt": prompt} for prompt in prompts]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -94,16 +116,16 @@ def run(root: Path, work: Work, *, is_trl: bool) -> Cost:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": "" if is_trl else str(ROOT),
+        "PYTHONPATH": "" if is_trl else f"{ROOT}/src:{ROOT}",
     }
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     marks = [line for line in done.stdout.splitlines() if line.startswith("marks ")]
     if not marks:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     points = json.loads(marks[-1].removeprefix("marks "))
-    first, last = points[WARM_UP - 1], points[WARM_UP + COUNTED - 1]
-    own = (last[0] - first[0]) / COUNTED
-    return Cost(own) if is_trl else Cost(own, (last[2] - first[2]) / COUNTED)
+    first, last = points[work.warm_up - 1], points[work.warm_up + work.counted - 1]
+    own = (last[0] - first[0]) / work.counted
+    return Cost(own) if is_trl else Cost(own, (last[2] - first[2]) / work.counted)
 
 
 def spread(values: Sequence[float], digits: int) -> str:

@@ -28,9 +28,10 @@ class Marks(TrainerCallback):  # type: ignore[misc]
         MARKS.append((time.process_time(), time.perf_counter()))
 
 
-def letters(completions: list[str], **_: Any) -> list[float]:
-    """Returns the rule's reward: the share of letters in a completion."""
-    return [sum(character.isalpha() for character in text) / max(len(text), 1) for text in completions]
+def letters(completions: list[Any], **_: Any) -> list[float]:
+    """Returns the rule's reward: the share of letters in a completion, which is a text or a list with a message."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [sum(character.isalpha() for character in text) / max(len(text), 1) for text in texts]
 
 
 def shared(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -79,7 +80,14 @@ def ppo(arguments: argparse.Namespace) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.root / "model", padding_side="left")
     data = load_dataset("json", data_files=str(arguments.root / "prompts.jsonl"), split="train")
-    data = data.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, remove_columns=data.column_names)
+
+    def tokens(row: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(row["prompt"], str):
+            return {"input_ids": tokenizer(row["prompt"])["input_ids"]}
+        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        return {"input_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+
+    data = data.map(tokens, remove_columns=data.column_names)
 
     def policy() -> Any:
         return AutoModelForCausalLM.from_pretrained(arguments.root / "model", dtype=torch.float32)
