@@ -1,7 +1,7 @@
 """What README.md, CONTRIBUTING.md and docs/*.md show works: every command, every block of Python, every config key.
 
-The commands run in a small copy of what `make demo` leaves behind: its config with smaller sizes, its data, its model
-after a few supervised steps, and a whole run.
+The commands run in a small copy of what `make demo-countdown` leaves behind: its config with smaller sizes, its data,
+its model after a few supervised steps, and a whole run.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ NOT_RUN = {
     "ray start": "needs several machines",
     "RAY_ADDRESS": "needs that Ray cluster and a bucket",
     "head=$(scontrol": "needs Slurm",
+    "ratchet train examples/sentences/grpo.yaml": "needs the pretrained model: tests/integration/test_pretrained.py",
     "ratchet train examples/grpo.yaml": "its run is there already, with a reward model",
     "srun": "needs Slurm",
     "sleep": "waits for Slurm's tasks",
