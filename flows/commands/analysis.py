@@ -128,6 +128,6 @@ def reproduce(
     if differs is not None:
         raise RatchetError(
             f"iteration {iteration} differs from the committed one, first in {differs}; the last bits of a result "
-            "also depend on the engine, packages and number of threads (OMP_NUM_THREADS, which examples/countdown.sh sets to 1)"
+            "also depend on the engine, packages and threads (OMP_NUM_THREADS, which examples/countdown.sh sets to 1)"
         )
     console.print(f"iteration {iteration} is bit-identical to the committed one")
