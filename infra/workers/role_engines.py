@@ -130,6 +130,14 @@ class Engines:
                 self.rollout_is_empty = False
                 rollout.close()
 
+    def close(self) -> None:
+        """Closes the rollout engine and drops all models, so that their memory is free for the next run of this
+        process."""
+        with self.lock:
+            self.end_rollout()
+            self._models.clear()
+            self._reward_model = None
+
     def owner(self, role: str) -> str:
         """Returns the role whose tensors a role uses; see `Role.shares_actor`."""
         return "actor" if "actor" in self.roles and ROLES[role].shares_actor(self.config) else role

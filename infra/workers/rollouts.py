@@ -203,6 +203,11 @@ class Rollouts:
     def drop_all(self) -> None:
         self.drop(list(self._shards))
 
+    def close(self) -> None:
+        """Drops all shards, and the engine; nobody waits for trajectories any more."""
+        self.drop_all()
+        self._generator = None
+
     def pause(self) -> None:
         """Ends the engine's requests, so that its weights can change; see `Generator.pause`."""
         if self._generator is not None:

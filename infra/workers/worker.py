@@ -375,10 +375,11 @@ class Worker:
             self._held.hold(role, weights)
 
     def close(self) -> None:
-        """Ends the rollout engine and the reward processes."""
+        """Ends the rollout engine and the reward processes, and drops all models."""
         self._checkpoints.close()
-        self.rollouts.drop_all()
+        self.rollouts.close()
         self._rollout_weights.end()
+        self.engines.close()
         self.resources.close()
 
     def mark_as_version(self, role: str, weights: Weights) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedModel
 
 from ratchet.flows.train import train
 from ratchet.infra.runs.run import Run, open_run
@@ -56,6 +58,7 @@ def recipe(name: str, workspace: Path, store: Path) -> RunConfig:
         "model.path": str(workspace / "model"),
         "data.train": [str(workspace / "prompts.parquet")],
         "data.prompts_per_iteration": 4,
+        "data.max_prompt_tokens": 256,
         "rollout.n": min(config.rollout.n, 2),
         "rollout.max_response_tokens": 8,
         "rollout.prompts_per_shard": 2,
@@ -104,6 +107,18 @@ def test_recipe(name: str, workspace: Path, tmp_path: Path, prefect_server: str)
         assert frame["greedy_score"].to_numpy() == pytest.approx(expected, rel=1e-6)
     if name == "egpo":
         assert frame["advantages"].map(np.ptp).max() == 0  # one for each response
+
+
+def test_a_run_leaves_no_model_in_memory(workspace: Path, tmp_path: Path, prefect_server: str) -> None:
+    """A process may do one run after the other."""
+
+    def models() -> set[int]:
+        gc.collect()
+        return {id(alive) for alive in gc.get_objects() if type(alive).__mro__.count(PreTrainedModel)}
+
+    before = models()
+    train(recipe("countdown", workspace, tmp_path / "runs"))
+    assert models() <= before
 
 
 def test_dynamic_sampling_draws_until_enough_prompts_differ(
