@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import transformers
 from pydantic import BaseModel
 
 from ratchet.flows.shown_metrics import CATALOGUE
@@ -30,6 +31,7 @@ from ratchet.rlhf.config import (
 )
 from ratchet.rlhf.config.counterparts import SOURCES, Counterpart, Source
 from ratchet.rlhf.metrics import METRICS, timer
+from ratchet.rlhf.models import families
 from ratchet.rlhf.schema import TRAJECTORY, Column
 from ratchet.tasks.pipeline import STAGES, names_of
 from ratchet.tasks.stage import RowsStage
@@ -321,6 +323,77 @@ def columns() -> str:
     return "".join(parts).rstrip() + "\n"
 
 
+MODELS_HEAD = """# Models
+
+Generated from `rlhf/models/families.py` by `make docs`: the families of decoders that `AutoModelForCausalLM` of transformers
+{version} knows, by the `model_type` in their `config.json`. The tests build a tiny model of each, with random weights
+and layers of all its kinds (`tests/contract/test_architectures.py`). No checkpoint of the hub is part of them.
+
+What the table says:
+
+- **policy**: the log-probs of `rollout.engine: hf`, of the trainer and of a plain forward pass are equal; an update moves
+  the weights; a checkpoint continues bit by bit, and transformers loads it with the same log-probs.
+- **critic, reward model**: with a head of transformers' own class, or of one that Ratchet builds; both are saved and
+  loaded. A reward model of a built class is loaded by other programs only once they register it.
+- **LoRA**: adapters in all linear layers but the head, experts, and layers whose weights a kernel reads itself; merged,
+  they are a plain model with the same log-probs.
+- **state**: some layers carry a state from token to token. Such models are not packed, do not share prompts in training,
+  and are refused with `sequence_parallel` ([rollouts.md](rollouts.md#architectures)).
+- **vLLM**: vLLM {vllm} on the CPU loads the model and then the trainer's new weights, and generates with the trainer's
+  log-probs (within {close}). An empty cell says nothing: vLLM may know the family, but it is not tested.
+
+Before a run starts, a small model of its own architecture is tried in the same ways, so what is refused here, and models
+that this page does not list, end with a message.
+
+| family | policy | critic, reward model | LoRA | state | vLLM |
+|---|---|---|---|---|---|
+"""
+
+MODELS_REFUSED = """
+## Refused
+
+| the message says | because |
+|---|---|
+| cannot be trained | its hidden states cannot be computed without its logits |
+| log-probs would be wrong | it changes hidden states or logits in a way that its decoder's head does not show |
+| cannot generate | its cache is of another kind, or changes its log-probs; `rollout.engine: vllm` may generate with it |
+
+## Not tested
+
+"""
+
+
+def models() -> str:
+    parts = [
+        MODELS_HEAD.format(version=transformers.__version__, vllm=families.VLLM_VERSION, close=families.VLLM_CLOSE)
+    ]
+    for kind in families.text_decoders():
+        is_refused = kind in families.REFUSED
+        classifier = "yes, of transformers" if families.has_own_classifier(kind) else "yes"
+        in_vllm = families.VLLM.get(kind, "")
+        cells = (
+            f"`{kind}`",
+            f"refused: {families.REFUSED[kind]}" if is_refused else "yes",
+            "" if is_refused else _or_no(families.NO_CRITIC.get(kind), classifier),
+            "" if is_refused else _or_no(families.NO_ADAPTERS.get(kind), "yes"),
+            "some layers" if kind in families.STATEFUL else "",
+            _or_no(in_vllm, "yes"),
+        )
+        parts.append(f"| {' | '.join(cells)} |\n")
+    parts.append(MODELS_REFUSED)
+    parts += [f"- `{kind}`: {reason}\n" for kind, reason in families.UNBUILT.items()]
+    for what, kinds in families.NO_TEXT_DECODERS.items():
+        parts.append(f"- {', '.join(f'`{kind}`' for kind in kinds)}: they {what}\n")
+    return "".join(parts)
+
+
+def _or_no(refusal: str | None, otherwise: str) -> str:
+    """Returns a cell: the reason why something does not work (an empty one says nothing), or how it works."""
+    if refusal is None:
+        return otherwise
+    return f"no: {refusal}" if refusal else ""
+
+
 def _type(kind: pa.DataType) -> str:
     if pa.types.is_list(kind):
         return f"list of {_type(kind.value_type)}"
@@ -345,6 +418,7 @@ def main() -> None:
         "algorithms": algorithms,
         "metrics": metrics,
         "columns": columns,
+        "models": models,
     }
     for name, text in ((name, page()) for name, page in pages.items()):
         target = DOCS / f"{name}.md"

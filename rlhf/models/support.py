@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
 
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.decoding import Decoding, cannot_cache
 from ratchet.rlhf.models.hf_configs import attention_of, model_config, without_noise
 from ratchet.rlhf.models.prefix_sharing import agree
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ratchet.rlhf.config import ModelConfig
+    from ratchet.rlhf.config import LoRAConfig, ModelConfig
 
 LARGEST = 300_000_000
 """Maximum number of parameters of a model that is tried before the start; they take 1.2 GB."""
@@ -83,6 +85,33 @@ def _logits(small: PreTrainedModel, *, training: bool) -> Tensor:
         logits: Tensor = small(input_ids=torch.arange(8)[None], use_cache=False).logits
     small.eval()
     return logits
+
+
+def check_adapters(small: PreTrainedModel, settings: LoRAConfig, key: str) -> None:
+    """Raises UserError if layers cannot have adapters, or compute something else with them than with them merged.
+
+    The decoder has adapters afterwards.
+    """
+    lora.check(small, settings)
+    merged = deepcopy(small)
+    try:
+        lora.add(small, settings, seed=0)
+    except UserError:  # a small model may lack layers that the settings name: the engine says so when it starts
+        return
+    with torch.random.fork_rng(devices=[]):  # a new B is zero
+        for name, parameter in small.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    try:
+        merged.load_state_dict(lora.merged(small), strict=False)  # tied weights have one name
+        agrees = agree(_logits(small, training=False), _logits(merged, training=False))
+    except Exception:  # layers fail in their own ways
+        agrees = False
+    if not agrees:
+        raise UserError(
+            f"{key}: {small.config.model_type} computes something else with adapters than with the adapters merged: "
+            f"name other layers in {key}.target_modules, or remove {key} to train all weights"
+        )
 
 
 def check_packing(small: PreTrainedModel, key: str) -> None:
