@@ -333,17 +333,17 @@ What the table says:
 
 - **policy**: the log-probs of `rollout.engine: hf`, of the trainer and of a plain forward pass are equal; an update moves
   the weights; a checkpoint continues bit by bit, and transformers loads it with the same log-probs.
-- **critic, reward model**: with a head of transformers' own class, or of one that Ratchet builds; both are saved and
-  loaded. A reward model of a built class is loaded by other programs only once they register it.
-- **LoRA**: adapters in all linear layers but the head, experts, and layers whose weights a kernel reads itself; merged,
-  they are a plain model with the same log-probs.
+- **critic, reward model**: Ratchet puts a head on the decoder, where transformers has no token classifier of it; a model
+  that is saved scores the same when it is loaded. Classes "of transformers" are used as they are, and not in this test.
+- **LoRA**: adapters learn in all linear layers but the head, experts, layers that share their weights, and those whose
+  weights a kernel or a router reads itself; merged, they are a plain model with the same log-probs.
 - **state**: some layers carry a state from token to token. Such models are not packed, do not share prompts in training,
   and are refused with `sequence_parallel` ([rollouts.md](rollouts.md#architectures)).
 - **vLLM**: vLLM {vllm} on the CPU loads the model and then the trainer's new weights, and generates with the trainer's
   log-probs (within {close}). An empty cell says nothing: vLLM may know the family, but it is not tested.
 
-Before a run starts, a small model of its own architecture is tried in the same ways, so what is refused here, and models
-that this page does not list, end with a message.
+A run tries a small model of its own architecture before it starts. So a family that is not in this table is refused, too,
+if it would generate or train wrongly.
 
 | family | policy | critic, reward model | LoRA | state | vLLM |
 |---|---|---|---|---|---|
@@ -370,14 +370,13 @@ def models() -> str:
     for kind in families.text_decoders():
         is_refused = kind in families.REFUSED
         classifier = "yes, of transformers" if families.has_own_classifier(kind) else "yes"
-        in_vllm = families.VLLM.get(kind, "")
         cells = (
             f"`{kind}`",
             f"refused: {families.REFUSED[kind]}" if is_refused else "yes",
-            "" if is_refused else _or_no(families.NO_CRITIC.get(kind), classifier),
-            "" if is_refused else _or_no(families.NO_ADAPTERS.get(kind), "yes"),
+            "" if is_refused else f"no: {families.NO_CRITIC[kind]}" if kind in families.NO_CRITIC else classifier,
+            "" if is_refused else "yes",
             "some layers" if kind in families.STATEFUL else "",
-            _or_no(in_vllm, "yes"),
+            "yes" if kind in families.VLLM else "",
         )
         parts.append(f"| {' | '.join(cells)} |\n")
     parts.append(MODELS_REFUSED)
@@ -385,13 +384,6 @@ def models() -> str:
     for what, kinds in families.NO_TEXT_DECODERS.items():
         parts.append(f"- {', '.join(f'`{kind}`' for kind in kinds)}: they {what}\n")
     return "".join(parts)
-
-
-def _or_no(refusal: str | None, otherwise: str) -> str:
-    """Returns a cell: the reason why something does not work (an empty one says nothing), or how it works."""
-    if refusal is None:
-        return otherwise
-    return f"no: {refusal}" if refusal else ""
 
 
 def _type(kind: pa.DataType) -> str:

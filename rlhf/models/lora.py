@@ -43,7 +43,7 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
     targets: str | list[str] = "all-linear" if all_linear else list(lora.target_modules)
     if all_linear and unfit:  # PEFT would include them, or refuse
         linear = {
-            name.rpartition(".")[2]
+            _end(name)
             for name, part in model.named_modules()
             if isinstance(part, torch.nn.Linear) and part is not model.get_output_embeddings()
         }
@@ -95,13 +95,22 @@ def _unfit(model: PreTrainedModel) -> dict[str, str]:
     unfit = {
         tensor.name.split(".")[-2]: "experts" for hub in hub_layout(model).values() if len(hub) > 1 for tensor in hub
     }
+    owners: dict[int, torch.nn.Linear] = {}
     for name, part in model.named_modules():
-        if isinstance(part, torch.nn.Linear) and not _maps_vectors(part):
-            unfit[name.rpartition(".")[2]] = f"a {type(part).__name__}"
+        if isinstance(part, torch.nn.Linear):
+            if owners.setdefault(id(part.weight), part) is not part:  # adapters of their own could not be merged
+                unfit[_end(name)] = "a layer that shares its weights with another"
+            if not _maps_vectors(part):
+                unfit[_end(name)] = f"a {type(part).__name__}"
         for layer in _read_directly(type(part)):
             if isinstance(getattr(part, layer, None), torch.nn.Linear):
                 unfit[layer] = f"a layer whose weights a {type(part).__name__} reads itself"
     return unfit
+
+
+def _end(name: str) -> str:
+    """Returns the end of a layer's name, by which PEFT finds layers; in a list, the list's name and a number."""
+    return re.sub(r"^.*?([^.]+(\.\d+)?)$", r"\1", name)
 
 
 @cache

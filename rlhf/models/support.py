@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ratchet.rlhf.config import LoRAConfig, ModelConfig
+    from ratchet.rlhf.config import ModelConfig
 
 LARGEST = 300_000_000
 """Maximum number of parameters of a model that is tried before the start; they take 1.2 GB."""
@@ -27,21 +27,29 @@ LARGEST = 300_000_000
 
 def small_decoder(model: ModelConfig, key: str = "model") -> PreTrainedModel | None:
     """Builds a small model of the architecture that a config names; returns None if none is small enough."""
-    from transformers import AutoModelForCausalLM
-
-    config = model_config(model, key)
-    without_noise(config)
-    attention = attention_of(model)[0]
-    plain = attention if attention in ("sdpa", "eager") else "sdpa"
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(
-            config, attn_implementation=plain, trust_remote_code=model.trust_remote_code
-        )
-    small = small_model(whole, attention=plain, at_most=LARGEST)
+    whole = _without_weights(model, key)
+    small = small_model(whole, attention=_plain_attention(model), at_most=LARGEST)
     for module in small.modules() if small is not None else ():  # the engines have none, either
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return small
+
+
+def _without_weights(model: ModelConfig, key: str) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    config = model_config(model, key)
+    without_noise(config)
+    with torch.device("meta"):
+        whole: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation=_plain_attention(model), trust_remote_code=model.trust_remote_code
+        )
+    return whole
+
+
+def _plain_attention(model: ModelConfig) -> str:
+    attention = attention_of(model)[0]
+    return attention if attention in ("sdpa", "eager") else "sdpa"
 
 
 def check_decoder(small: PreTrainedModel, named: str, *, generates: bool) -> Decoding | None:
@@ -87,16 +95,17 @@ def _logits(small: PreTrainedModel, *, training: bool) -> Tensor:
     return logits
 
 
-def check_adapters(small: PreTrainedModel, settings: LoRAConfig, key: str) -> None:
-    """Raises UserError if layers cannot have adapters, or compute something else with them than with them merged.
+def check_adapters(model: ModelConfig, small: PreTrainedModel, key: str = "model") -> None:
+    """Raises UserError if a model cannot have its adapters, or computes something else with them than with them merged.
 
-    The decoder has adapters afterwards.
+    The small model has adapters afterwards.
     """
-    lora.check(small, settings)
+    assert model.lora is not None
+    lora.add(_without_weights(model, key), model.lora, seed=0)
     merged = deepcopy(small)
     try:
-        lora.add(small, settings, seed=0)
-    except UserError:  # a small model may lack layers that the settings name: the engine says so when it starts
+        lora.add(small, model.lora, seed=0)
+    except UserError:  # it has fewer layers, and may lack those that the settings name
         return
     with torch.random.fork_rng(devices=[]):  # a new B is zero
         for name, parameter in small.named_parameters():
@@ -109,8 +118,8 @@ def check_adapters(small: PreTrainedModel, settings: LoRAConfig, key: str) -> No
         agrees = False
     if not agrees:
         raise UserError(
-            f"{key}: {small.config.model_type} computes something else with adapters than with the adapters merged: "
-            f"name other layers in {key}.target_modules, or remove {key} to train all weights"
+            f"{key}.lora: {small.config.model_type} computes something else with adapters than with the adapters "
+            f"merged: name other layers in {key}.lora.target_modules, or remove {key}.lora to train all weights"
         )
 
 

@@ -71,7 +71,7 @@ def _check_policy(config: RunConfig) -> None:
     if config.actor.packing is True:
         check_packing(small, "actor.packing")
     if config.model.lora is not None and is_installed("peft"):
-        check_adapters(small, config.model.lora, "model.lora")
+        check_adapters(config.model, small)
     if decoding is not None and not (decoding.pads and decoding.selects):
         note(f"{named}: {decoding.said(small.config.model_type)}")
 
