@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import transformers
 from pydantic import BaseModel
 
 from ratchet.flows.shown_metrics import CATALOGUE
@@ -30,6 +31,7 @@ from ratchet.rlhf.config import (
 )
 from ratchet.rlhf.config.counterparts import SOURCES, Counterpart, Source
 from ratchet.rlhf.metrics import METRICS, timer
+from ratchet.rlhf.models import families
 from ratchet.rlhf.schema import TRAJECTORY, Column
 from ratchet.tasks.pipeline import STAGES, names_of
 from ratchet.tasks.stage import RowsStage
@@ -321,6 +323,69 @@ def columns() -> str:
     return "".join(parts).rstrip() + "\n"
 
 
+MODELS_HEAD = """# Models
+
+Generated from `rlhf/models/families.py` by `make docs`: the families of decoders that `AutoModelForCausalLM` of transformers
+{version} knows, by the `model_type` in their `config.json`. The tests build a tiny model of each, with random weights
+and layers of all its kinds (`tests/contract/test_architectures.py`). No checkpoint of the hub is part of them.
+
+What the table says:
+
+- **policy**: the log-probs of `rollout.engine: hf`, of the trainer and of a plain forward pass are equal; an update moves
+  the weights; a checkpoint continues bit by bit, and transformers loads it with the same log-probs.
+- **critic, reward model**: Ratchet puts a head on the decoder, where transformers has no token classifier of it; a model
+  that is saved scores the same when it is loaded. Classes "of transformers" are used as they are, and not in this test.
+- **LoRA**: adapters learn in all linear layers but the head, experts, layers that share their weights, and those whose
+  weights a kernel or a router reads itself; merged, they are a plain model with the same log-probs.
+- **state**: some layers carry a state from token to token. Such models are not packed, do not share prompts in training,
+  and are refused with `sequence_parallel` ([rollouts.md](rollouts.md#architectures)).
+- **vLLM**: vLLM {vllm} on the CPU loads the model and then the trainer's new weights, and generates with the trainer's
+  log-probs (within {close}). An empty cell says nothing: vLLM may know the family, but it is not tested.
+
+A run tries a small model of its own architecture before it starts. So a family that is not in this table is refused, too,
+if it would generate or train wrongly.
+
+| family | policy | critic, reward model | LoRA | state | vLLM |
+|---|---|---|---|---|---|
+"""
+
+MODELS_REFUSED = """
+## Refused
+
+| the message says | because |
+|---|---|
+| cannot be trained | its hidden states cannot be computed without its logits |
+| log-probs would be wrong | it changes hidden states or logits in a way that its decoder's head does not show |
+| cannot generate | its cache is of another kind, or changes its log-probs; `rollout.engine: vllm` may generate with it |
+
+## Not tested
+
+"""
+
+
+def models() -> str:
+    parts = [
+        MODELS_HEAD.format(version=transformers.__version__, vllm=families.VLLM_VERSION, close=families.VLLM_CLOSE)
+    ]
+    for kind in families.text_decoders():
+        is_refused = kind in families.REFUSED
+        classifier = "yes, of transformers" if families.has_own_classifier(kind) else "yes"
+        cells = (
+            f"`{kind}`",
+            f"refused: {families.REFUSED[kind]}" if is_refused else "yes",
+            "" if is_refused else f"no: {families.NO_CRITIC[kind]}" if kind in families.NO_CRITIC else classifier,
+            "" if is_refused else "yes",
+            "some layers" if kind in families.STATEFUL else "",
+            "yes" if kind in families.VLLM else "",
+        )
+        parts.append(f"| {' | '.join(cells)} |\n")
+    parts.append(MODELS_REFUSED)
+    parts += [f"- `{kind}`: {reason}\n" for kind, reason in families.UNBUILT.items()]
+    for what, kinds in families.NO_TEXT_DECODERS.items():
+        parts.append(f"- {', '.join(f'`{kind}`' for kind in kinds)}: they {what}\n")
+    return "".join(parts)
+
+
 def _type(kind: pa.DataType) -> str:
     if pa.types.is_list(kind):
         return f"list of {_type(kind.value_type)}"
@@ -345,6 +410,7 @@ def main() -> None:
         "algorithms": algorithms,
         "metrics": metrics,
         "columns": columns,
+        "models": models,
     }
     for name, text in ((name, page()) for name, page in pages.items()):
         target = DOCS / f"{name}.md"

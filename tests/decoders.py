@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedConfig
 
 VOCABULARY = 50
@@ -23,8 +25,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("index_head_dim",), 16),
-    "index_n_heads": 4,
-    "index_topk": 64,  # all: with 4, transformers' own cache differs from no cache for some weights
+    "index_n_heads": 16,  # with 4, some scores are sums of zeros: between equal ones, topk chooses by the length
+    "index_topk": 4,
     **dict.fromkeys(("sliding_window", "window_size", "sliding_window_size", "attention_window_size"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
     **dict.fromkeys(("linear_num_key_heads",), 2),
@@ -43,6 +45,11 @@ SIZES: dict[str, Any] = {
     "embedding_size": 32,
 }
 """Values of the fields that a config has."""
+OF_VLLM: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size"), 128),
+    **dict.fromkeys(("head_dim", "v_head_dim"), 32),
+}
+"""Sizes with the smallest attention heads that vLLM computes on the CPU."""
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
@@ -57,56 +64,24 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    "youtu": {"tie_word_embeddings": False},  # a new one is saved with a head that its config says is the embedding
+    "youtu": {"pad_token_id": None},  # transformers sets the row of the padding to 0 in every tied one that it loads
     "zamba": {"attention_hidden_size": 64, "attn_layer_period": 3, "attn_layer_offset": 1, "num_hidden_layers": 6},
     "zamba2": {"attention_hidden_size": 64, "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_headdim": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
 
 
-ENCODERS = """bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
-roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod reformer"""
-"""Types that attend in both directions unless their config says otherwise."""
-WITH_ENCODERS = """bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr
-whisper"""
-"""Decoders of models that translate or transcribe."""
-MULTIMODAL = """emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moshi musicgen musicgen_melody
-phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp"""
-"""Models of more than text, whose configs have a section for the text; the decoders of most are types of their own."""
-NO_TEXT_DECODERS = frozenset(f"{ENCODERS} {WITH_ENCODERS} {MULTIMODAL}".split())
-UNBUILT = {
-    "blt": "it reads bytes, in patches that a model of its own chooses",
-    "cohere_compass_text": "transformers cannot build it from its own defaults",
-    "cpmant": "its prompts are whole tables",
-    "dbrx": "transformers cannot build it from its own defaults",
-    "gemma4_assistant": "it drafts for another model",
-    "gemma4_unified_assistant": "it drafts for another model",
-    "qwen4_exp_text": "transformers cannot build it from its own defaults",
-}
-"""Types of which there is no tiny model here, and why."""
-STATES = """bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2
-minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba2 zaya"""
-STATEFUL = frozenset(STATES.split())
-"""Types with layers that carry a state from token to token, of which a small model can be built."""
-REFUSED = {
-    "hrm_text": "cannot generate",
-    "inkling_text": "log-probs would be wrong",
-    "llama4_text": "cannot be trained",
-    "modernbert-decoder": "log-probs would be wrong",
-    "openai-gpt": "cannot generate",
-    "recurrent_gemma": "log-probs would be wrong",
-    "rwkv": "cannot generate",
-    "xlstm": "log-probs would be wrong",
-}
-"""Types that are refused, and a part of the reason."""
+def tiny_config(kind: str, wider: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """Returns the config of a tiny model of a type, with layers of all kinds.
 
-
-def tiny_config(kind: str) -> PreTrainedConfig:
-    """Returns the config of a tiny model of a type, with layers of all kinds; see `SIZES`."""
+    Args:
+        wider: what differs from `SIZES`.
+    """
     from transformers import AutoConfig
 
     usual = AutoConfig.for_model(kind)
-    sizes = {name: size for name, size in SIZES.items() if name in vars(usual) or name in usual.attribute_map}
+    sizes = {**SIZES, **(wider or {})}
+    sizes = {name: size for name, size in sizes.items() if name in vars(usual) or name in usual.attribute_map}
     if "kv_lora_rank" in sizes:  # latent attention has as many heads of keys as of queries
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}

@@ -6,15 +6,19 @@ the file format are PEFT's.
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf import seeding
 from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -23,8 +27,6 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 HEADS = ("score", "classifier")
 """Names of classifier heads. A head is new, so all its weights are trained."""
-
-
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum adapter ranks that vLLM accepts."""
 
@@ -35,22 +37,17 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    experts = _expert_matrices(model)
-    if named := sorted({name.rpartition(".")[2] for name in lora.target_modules} & experts):
-        raise UserError(
-            f"model.lora.target_modules names {', '.join(named)}, but experts cannot have adapters: name layers of "
-            "attention, or leave target_modules out"
-        )
+    unfit = check(model, lora)
     all_linear = lora.target_modules == ("all-linear",)
     heads = [head for head in HEADS if hasattr(model, head)]
     targets: str | list[str] = "all-linear" if all_linear else list(lora.target_modules)
-    if all_linear and experts:  # PEFT would include them
+    if all_linear and unfit:  # PEFT would include them, or refuse
         linear = {
-            name.rpartition(".")[2]
+            _end(name)
             for name, part in model.named_modules()
             if isinstance(part, torch.nn.Linear) and part is not model.get_output_embeddings()
         }
-        targets = sorted(linear - experts)
+        targets = sorted(linear - unfit.keys())
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -75,11 +72,73 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
         parameter.requires_grad_("lora_" in name or name.startswith(HEADS))
 
 
-def _expert_matrices(model: PreTrainedModel) -> set[str]:
-    """Returns the names of experts' matrices in files: ``gate_proj``, ``w1``."""
+def check(model: PreTrainedModel, lora: LoRAConfig) -> dict[str, str]:
+    """Raises UserError if the settings name layers that cannot have adapters.
+
+    Returns:
+        The last parts of the names of such layers (``gate_proj``, ``w1``), each with what they are.
+    """
+    unfit = _unfit(model)
+    if named := sorted({name.rpartition(".")[2] for name in lora.target_modules} & unfit.keys()):
+        raise UserError(
+            f"model.lora.target_modules names {', '.join(named)}, but {unfit[named[0]]} cannot have adapters: name "
+            "layers of attention, or leave target_modules out"
+        )
+    return unfit
+
+
+def _unfit(model: PreTrainedModel) -> dict[str, str]:
+    import torch
+
     from ratchet.rlhf.models.hub_layout import hub_layout
 
-    return {tensor.name.split(".")[-2] for hub in hub_layout(model).values() if len(hub) > 1 for tensor in hub}
+    unfit = {
+        tensor.name.split(".")[-2]: "experts" for hub in hub_layout(model).values() if len(hub) > 1 for tensor in hub
+    }
+    owners: dict[int, torch.nn.Linear] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.Linear):
+            if owners.setdefault(id(part.weight), part) is not part:  # adapters of their own could not be merged
+                unfit[_end(name)] = "a layer that shares its weights with another"
+            if not _maps_vectors(part):
+                unfit[_end(name)] = f"a {type(part).__name__}"
+        for layer in _read_directly(type(part)):
+            if isinstance(getattr(part, layer, None), torch.nn.Linear):
+                unfit[layer] = f"a layer whose weights a {type(part).__name__} reads itself"
+    return unfit
+
+
+def _end(name: str) -> str:
+    """Returns the end of a layer's name, by which PEFT finds layers; in a list, the list's name and a number."""
+    return re.sub(r"^.*?([^.]+(\.\d+)?)$", r"\1", name)
+
+
+@cache
+def _read_directly(module: type[torch.nn.Module]) -> frozenset[str]:
+    """Returns the names of layers whose weights a module reads without calling them, so that adapters have no effect.
+
+    Mamba passes the weights of some layers to its kernels.
+    """
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):
+        return frozenset()
+    return frozenset(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|data)\b)", source))
+
+
+def _maps_vectors(layer: torch.nn.Linear) -> bool:
+    """Returns True if a layer maps each vector to a vector; some split it into groups, or return more."""
+    import torch
+
+    if type(layer).forward is torch.nn.Linear.forward:
+        return True
+    weights = {name: torch.empty_like(parameter, device="meta") for name, parameter in layer.named_parameters()}
+    vectors = torch.empty(2, 3, layer.in_features, dtype=layer.weight.dtype, device="meta")
+    try:
+        mapped = torch.func.functional_call(layer, weights, (vectors,))
+    except Exception:  # layers fail in their own ways
+        return False
+    return isinstance(mapped, torch.Tensor) and mapped.shape == (2, 3, layer.out_features)
 
 
 def served_rank(r: int) -> int:
@@ -125,10 +184,12 @@ def config_json(model: PreTrainedModel) -> bytes:
 
 
 def merged(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the parameters of an equivalent model without adapters: W + alpha/r B A."""
+    """Returns the weights of an equivalent model without adapters, as in files: W + alpha/r B A."""
     from peft.tuners.lora import LoraLayer
 
+    stored = model.state_dict().keys()  # of the buffers, files have only some
     weights = {name: parameter.detach() for name, parameter in model.named_parameters() if "lora_" not in name}
+    weights |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             key = f"{name}.base_layer.weight"

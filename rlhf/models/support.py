@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
 
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.decoding import Decoding, cannot_cache
 from ratchet.rlhf.models.hf_configs import attention_of, model_config, without_noise
 from ratchet.rlhf.models.prefix_sharing import agree
@@ -25,21 +27,29 @@ LARGEST = 300_000_000
 
 def small_decoder(model: ModelConfig, key: str = "model") -> PreTrainedModel | None:
     """Builds a small model of the architecture that a config names; returns None if none is small enough."""
-    from transformers import AutoModelForCausalLM
-
-    config = model_config(model, key)
-    without_noise(config)
-    attention = attention_of(model)[0]
-    plain = attention if attention in ("sdpa", "eager") else "sdpa"
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(
-            config, attn_implementation=plain, trust_remote_code=model.trust_remote_code
-        )
-    small = small_model(whole, attention=plain, at_most=LARGEST)
+    whole = _without_weights(model, key)
+    small = small_model(whole, attention=_plain_attention(model), at_most=LARGEST)
     for module in small.modules() if small is not None else ():  # the engines have none, either
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return small
+
+
+def _without_weights(model: ModelConfig, key: str) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    config = model_config(model, key)
+    without_noise(config)
+    with torch.device("meta"):
+        whole: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation=_plain_attention(model), trust_remote_code=model.trust_remote_code
+        )
+    return whole
+
+
+def _plain_attention(model: ModelConfig) -> str:
+    attention = attention_of(model)[0]
+    return attention if attention in ("sdpa", "eager") else "sdpa"
 
 
 def check_decoder(small: PreTrainedModel, named: str, *, generates: bool) -> Decoding | None:
@@ -83,6 +93,34 @@ def _logits(small: PreTrainedModel, *, training: bool) -> Tensor:
         logits: Tensor = small(input_ids=torch.arange(8)[None], use_cache=False).logits
     small.eval()
     return logits
+
+
+def check_adapters(model: ModelConfig, small: PreTrainedModel, key: str = "model") -> None:
+    """Raises UserError if a model cannot have its adapters, or computes something else with them than with them merged.
+
+    The small model has adapters afterwards.
+    """
+    assert model.lora is not None
+    lora.add(_without_weights(model, key), model.lora, seed=0)
+    merged = deepcopy(small)
+    try:
+        lora.add(small, model.lora, seed=0)
+    except UserError:  # it has fewer layers, and may lack those that the settings name
+        return
+    with torch.random.fork_rng(devices=[]):  # a new B is zero
+        for name, parameter in small.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    try:
+        merged.load_state_dict(lora.merged(small), strict=False)  # tied weights have one name
+        agrees = agree(_logits(small, training=False), _logits(merged, training=False))
+    except Exception:  # layers fail in their own ways
+        agrees = False
+    if not agrees:
+        raise UserError(
+            f"{key}.lora: {small.config.model_type} computes something else with adapters than with the adapters "
+            f"merged: name other layers in {key}.lora.target_modules, or remove {key}.lora to train all weights"
+        )
 
 
 def check_packing(small: PreTrainedModel, key: str) -> None:

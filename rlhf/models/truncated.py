@@ -90,7 +90,8 @@ def _shorten(config: PreTrainedConfig) -> None:
     per_layer = {
         name: list(values)
         for name, values in vars(config).items()
-        if isinstance(values, list | tuple) and len(values) == count
+        # a list of all layers' numbers names the layers of a kind: they are of one kind
+        if isinstance(values, list | tuple) and len(values) == count and list(values) != list(range(count))
     }
     first_of_kind: dict[str, int] = {}
     for layer in range(count):

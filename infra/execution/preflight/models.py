@@ -58,7 +58,7 @@ def check_models(config: RunConfig) -> None:
 
 def _check_policy(config: RunConfig) -> None:
     """Refuses a policy that would train or generate wrongly, and says how one generates that cannot be padded."""
-    from ratchet.rlhf.models.support import check_decoder, check_packing, small_decoder
+    from ratchet.rlhf.models.support import check_adapters, check_decoder, check_packing, small_decoder
 
     check_architecture(config.model, "model", is_critic=False)
     if isinstance(config.actor.engine, MegatronConfig):  # it has layers of its own
@@ -70,6 +70,8 @@ def _check_policy(config: RunConfig) -> None:
     decoding = check_decoder(small, named, generates=isinstance(config.rollout.engine, HFConfig))
     if config.actor.packing is True:
         check_packing(small, "actor.packing")
+    if config.model.lora is not None and is_installed("peft"):
+        check_adapters(config.model, small)
     if decoding is not None and not (decoding.pads and decoding.selects):
         note(f"{named}: {decoding.said(small.config.model_type)}")
 
