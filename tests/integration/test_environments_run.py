@@ -22,7 +22,7 @@ from tests import environments, tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "guess"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -286,19 +286,19 @@ def test_what_is_no_environment_is_refused(environment: dict[str, Any], says: st
 def test_the_example(workspace: Path, processes: Processes) -> None:
     """The game of examples/guess, as it is, with a tiny model and few games."""
     data, runs = processes.folder / "guess", f"file://{processes.folder}/runs"
-    subprocess.run([sys.executable, EXAMPLE / "guess.py", data], check=True, capture_output=True)
+    subprocess.run([sys.executable, EXAMPLES / "guess/guess.py", data], check=True, capture_output=True)
     made = processes.cli(
         *("sft", "--model", workspace / "model", "--data", data / "sft.jsonl", "--output", processes.folder / "sft"),
         *("--steps", 60, "--batch-examples", 32, "--lr", 0.01, "--store", runs),
     )
     assert made.wait() == 0, made.text
-    config = load_config(EXAMPLE / "guess.yaml").with_values(
+    config = load_config(EXAMPLES / "guess/guess.yaml").with_values(
         {
             "run.store": runs,
             "model.path": str(processes.folder / "sft"),
             "data.train": [str(data / "train.parquet")],
             "validation": {},
-            "rollout.environment.name": f"{EXAMPLE / 'guess.py'}:Guess",
+            "rollout.environment.name": f"{EXAMPLES / 'guess/guess.py'}:Guess",
             "train.iterations": 1,
         }
     )
@@ -310,3 +310,39 @@ def test_the_example(workspace: Path, processes: Processes) -> None:
     assert 0 < frame["score"].mean() < 0.6, "some are lucky"
     assert set(frame["finish_reason"]) >= {"stop", "turns"}
     assert frame["response"].str.contains(r"^\d+\D*(?:up|down)\D*\d+").any(), "guess, what is said, next guess"
+
+
+def test_both_turns_of_the_example_are_learned(workspace: Path, processes: Processes) -> None:
+    """The game of examples/ask, whose environment answers with messages: both turns enter the loss, as drawn."""
+    data, runs = processes.folder / "ask", f"file://{processes.folder}/runs"
+    subprocess.run([sys.executable, EXAMPLES / "ask/ask.py", data], check=True, capture_output=True)
+    made = processes.cli(
+        *("sft", "--model", workspace / "model", "--data", data / "sft.jsonl", "--output", processes.folder / "sft"),
+        *("--steps", 60, "--batch-examples", 32, "--lr", 0.01, "--store", runs),
+    )
+    assert made.wait() == 0, made.text
+    config = load_config(EXAMPLES / "ask/ask.yaml").with_values(
+        {
+            "run.store": runs,
+            "model.path": str(processes.folder / "sft"),
+            "data.train": [str(data / "train.parquet")],
+            "rollout.environment.name": f"{EXAMPLES / 'ask/ask.py'}:Ask",
+            "actor.mini_batch_trajectories": 160,  # several, so that old log-probs are computed
+            "train.iterations": 1,
+        }
+    )
+    path = processes.folder / "ask.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    child = processes.cli("train", path)
+    assert child.wait() == 0, child.text
+    frame = History.of(config).run.trajectories()
+    asked = frame[frame["turn_ends"].map(len) == 2]
+    assert 0.2 < len(asked) / len(frame) < 0.8, "both moves are made"
+    for row in asked.itertuples():
+        own, first = row.response_mask == 1, row.turn_ends[0]
+        assert own[:first].all() and not own[first] and own[-1]
+        assert row.ground_truth in row.turns[1]["content"]
+        assert row.score == (row.turns[2]["content"].strip() == row.ground_truth)
+        assert (row.loss_mask == own).all()
+        assert set(row.advantages[own]) == {row.advantages[0]}, "both turns are paid"
+        np.testing.assert_allclose(row.rollout_log_probs[own], row.old_log_probs[own], atol=1e-4)

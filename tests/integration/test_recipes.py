@@ -38,7 +38,7 @@ MORE = {
     "reward_model/ppo": {"reward_model", "old_log_probs", "ref_log_probs", "values", "update_critic"},
 }
 """What each recipe runs besides."""
-ELSEWHERE = {"guess/guess", "agent_guess/guess", "agent_calculator/calculator"}
+ELSEWHERE = {"ask/ask", "guess/guess", "agent_guess/guess", "agent_calculator/calculator"}
 """Recipes that other tests run."""
 
 
