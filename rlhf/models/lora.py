@@ -102,7 +102,7 @@ def _unfit(model: PreTrainedModel) -> dict[str, str]:
                 unfit[_end(name)] = "a layer that shares its weights with another"
             if not _maps_vectors(part):
                 unfit[_end(name)] = f"a {type(part).__name__}"
-        for layer in _read_directly(type(part)):
+        for layer in _read_directly(part.__class__):
             if isinstance(getattr(part, layer, None), torch.nn.Linear):
                 unfit[layer] = f"a layer whose weights a {type(part).__name__} reads itself"
     return unfit

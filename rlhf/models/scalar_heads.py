@@ -49,7 +49,8 @@ class SequenceClassifier(_Headed, GenericForSequenceClassification):  # type: ig
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> SequenceClassifierOutput:
         hidden = self.base_model(input_ids=input_ids, **inputs).last_hidden_state
-        is_token = input_ids != self.config.get_text_config().pad_token_id
+        pad = self.config.get_text_config().pad_token_id
+        is_token = torch.ones_like(input_ids) if pad is None else input_ids != pad
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         last = (positions * is_token).argmax(-1)
         return SequenceClassifierOutput(logits=self.score(hidden)[torch.arange(len(last), device=last.device), last])

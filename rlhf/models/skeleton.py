@@ -66,6 +66,16 @@ class Skeleton:
                     TensorShard.flat(parameter.data).fill(self.sources[name])
         return self.model
 
+    def frozen_as_buffers(self) -> None:
+        """Makes buffers of parameters that the architecture never trains, such as the bias of a router: engines train
+        parameters, and save and copy buffers as they are."""
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad:
+                    delattr(module, name)
+                    held = torch.empty_like(parameter, device="cpu") if parameter.is_meta else parameter.detach()
+                    module.register_buffer(name, held)
+
     def read_buffers(self) -> None:
         """Reads the stored buffers."""
         for name, buffer in self.model.named_buffers():

@@ -107,6 +107,8 @@ class ModelEngine(InferenceEngine, ABC):
         """
         skeleton = Skeleton.of(model)
         model, self._sources = skeleton.model, skeleton.sources
+        if not lora.has(model):  # adapters freeze all of the model
+            skeleton.frozen_as_buffers()
         skeleton.read_buffers()
         self.layout = hub_layout(model)
         """Checkpoint tensors by parameter or buffer; see `hub_layout`."""
