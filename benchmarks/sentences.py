@@ -37,7 +37,7 @@ from ratchet.rlhf.config import RunConfig, load_config
 FOLDER = Path(__file__).parents[1] / "examples/sentences"
 TASK = runpy.run_path(str(FOLDER / "sentences.py"))
 beginning, is_solved = TASK["beginning"], TASK["is_solved"]
-CRITIC = {"lr": 1e-5, "mini_batch_trajectories": 64, "micro_batch_tokens": 1024, "warmup_iterations": 2}
+CRITIC = {"lr": 1e-5, "mini_batch_trajectories": 64, "micro_batch_tokens": 2048, "warmup_iterations": 2}
 PPO = {"algorithm.advantage": {"type": "gae", "gamma": 1.0, "lam": 1.0}, "critic": CRITIC}
 ALONE = {"reward.options": {"share": False}}
 RECIPES: dict[str, dict[str, Any]] = {
