@@ -24,7 +24,7 @@ from matplotlib import pyplot
 
 ANSWERS = 10
 """Answers that are shown before and after training."""
-BAR = 20
+BAR = 18
 """Characters of a bar for a score of 1."""
 
 
@@ -108,7 +108,7 @@ def main() -> None:
     commands = {
         "ratchet ui": "all of it in a browser",
         f'ratchet show {arguments.run} --where "score = 0" --limit 5': "what went wrong",
-        f"ratchet export {arguments.run} exported": "the trained model, as a Hugging Face folder",
+        f"ratchet export {arguments.run} exported": "the trained model",
     }
     console.print(f"learning curve: {picture.resolve()}\nnext:", highlight=False)
     for command, what in commands.items():

@@ -243,6 +243,18 @@ def test_files_that_pages_name_exist() -> None:
             assert not name or re.search(defined, (ROOT / file).read_text()), f"{page.name} names {name}"
 
 
+@pytest.mark.promise
+def test_the_demos_figures_are_those_of_the_run_in_the_benchmarks() -> None:
+    rows = re.findall(
+        r"^ +(\d+) +[\d.]+% +± [\d.]+% +[\d.]+% +([\d.]+)%", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    iterations = load_config(ROOT / "examples/sentences/grpo.yaml").train.iterations
+    assert [rows[0][0], rows[-1][0]] == ["0", str(iterations)]
+    measured = (ROOT / "docs/benchmarks.md").read_text().partition("## The demo")[2].partition("\n## ")[0]
+    for _, solved in (rows[0], rows[-1]):
+        assert f"{solved} %" in measured
+
+
 def test_a_promise_says_which_tests_keep_it() -> None:
     """The last column of docs/reliability.md."""
     lines = (ROOT / "docs/reliability.md").read_text().splitlines()
