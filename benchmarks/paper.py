@@ -33,7 +33,7 @@ from ratchet.infra.execution.snapshots import is_affordable
 from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.config.engines import VLLMConfig
 from ratchet.rlhf.config.sections import CheckpointConfig, RolloutConfig, TrainerConfig
-from ratchet.rlhf.models.token_outputs import LOGITS_BYTES
+from ratchet.rlhf.models.token_outputs import BLOCK_BYTES, LOGITS_BYTES
 from ratchet.rlhf.train.micro_batches import by_prompt, deal, in_rounds
 from ratchet.rlhf.train.model_engine import KEYS_PER_TOKEN
 from ratchet.rlhf.weights.state_digest import MIX
@@ -221,7 +221,7 @@ def training_bytes(setup: Setup) -> dict[str, float]:
         "weights, moments": setup.state * per_gpu,
         "gradients": FLOAT32 * model.parameters * per_gpu,
         "gathered layers": BFLOAT16 * whole + (0 if setup.gpus == 1 else FLOAT32 * ends),
-        "logits": 4 * LOGITS_BYTES,
+        "logits": LOGITS_BYTES + 4 * BLOCK_BYTES["cuda"],
         "reserved": RESERVED,
     }
 

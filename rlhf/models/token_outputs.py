@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 Head = Literal["policy", "value", "reward"]
 LOGITS_BYTES = 2**29
 """Maximum size of a piece of float32 logits, which is in memory once, also in the backward pass."""
-CACHED_BYTES = 2**23
-"""Size of the logits that a CPU computes with at a time: they stay in its cache, and in memory that it already has."""
+BLOCK_BYTES = {"cpu": 2**23, "cuda": 2**26}
+"""Size of the float32 logits that the log-probs are computed of at a time, by the type of device; a few such blocks are
+in memory. On a CPU they stay in its cache, and in memory that the process already has."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,9 @@ class TokenOutputs(torch.nn.Module):
         if self.kernels == "liger" and "entropy" not in outputs and temperature == 1.0 and self._has_plain_head():
             return {"log_probs": liger_log_probs(hidden, self.model.get_output_embeddings().weight, targets)}
         members = 1 if self.vocabulary is None else self.vocabulary.members
-        limit = LOGITS_BYTES if torch.is_grad_enabled() or hidden.is_cuda else min(LOGITS_BYTES, 4 * CACHED_BYTES)
+        limit = LOGITS_BYTES
+        if not torch.is_grad_enabled():  # nothing is kept, so small pieces cost nothing
+            limit = min(limit, 4 * _block_bytes(hidden))
         size = max(1, limit * members // (4 * self.model.config.get_text_config().vocab_size))
         count = -(-len(targets) // size)
         # sharded weights are gathered by a collective in each call
@@ -352,9 +355,13 @@ class _LogProbs(torch.autograd.Function):
         return logits, None, None, None
 
 
+def _block_bytes(on: Tensor) -> int:
+    return BLOCK_BYTES["cpu" if on.device.type == "cpu" else "cuda"]
+
+
 def _blocks(logits: Tensor) -> list[slice]:
     """Splits the tokens of logits so that the temporary tensors are small."""
-    size = max(1, (LOGITS_BYTES if logits.is_cuda else CACHED_BYTES) // (4 * logits.shape[-1]))
+    size = max(1, _block_bytes(logits) // (4 * logits.shape[-1]))
     return [slice(start, start + size) for start in range(0, max(len(logits), 1), size)]
 
 

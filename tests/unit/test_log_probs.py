@@ -37,7 +37,7 @@ def test_values_and_gradients_are_those_of_plain_functions(
     )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_outputs, "CACHED_BYTES", 2 * 4 * vocabulary)  # two tokens at a time
+        patch.setitem(token_outputs.BLOCK_BYTES, "cpu", 2 * 4 * vocabulary)  # two tokens at a time
         log_probs, entropies = log_probs_and_entropy(leaf * 1.0, targets, temperature, entropy=entropy)
         loss = (weights[0] * log_probs).sum()
         if entropy:
