@@ -50,7 +50,7 @@ ceph: .venv/installed ## Ceph's S3 gateway for the tests of stores, unpacked in 
 
 TESTS ?= tests
 PYTEST = OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
-test: .venv/installed ## the tests, without the slow ones: 12 to 15 minutes
+test: .venv/installed ## the tests, without the slow ones: ten minutes on two idle cores
 	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph`
