@@ -35,6 +35,7 @@ MORE = {
     "dapo": {"select", "old_log_probs"},
     "egpo": {"old_log_probs"},
     "sentences/grpo": set(),
+    "word_problems/grpo": set(),
     "reward_model/ppo": {"reward_model", "old_log_probs", "ref_log_probs", "values", "update_critic"},
 }
 """What each recipe runs besides."""
