@@ -49,7 +49,7 @@ def recipe(name: str, workspace: Path, store: Path) -> RunConfig:
     algorithm = config.algorithm.model_dump(mode="json")
     if config.algorithm.dynamic_sampling is not None:
         algorithm["dynamic_sampling"] = {"max_prompts": 12}
-    rewards: dict[str, Any] = {"reward.function": "tests.rewards:mostly_flat"}
+    rewards: dict[str, Any] = {"reward.function": "tests.rewards:mostly_flat", "reward.options": {}}
     if config.reward.model is not None:
         judge = str(tiny.reward_model_folder(store.parent / "judge", workspace / "model"))
         rewards = {"reward.model.path": judge, "critic.model.path": judge}
