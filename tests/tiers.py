@@ -1,8 +1,7 @@
 """Selects the tests that run: `make test` leaves out slow tests, `make test-all` runs all, CI runs some slow ones.
 
 A test is slow if it is marked so, if it needs an extra that `make test` does not install, if it is a case of a
-`sampled` test that is not drawn on this day, or if it starts whole runs without the mark `promise`. If such an extra is
-needed by a `sampled` test, CI takes as many days to run its cases as the test has parts. Days are numbered:
+`sampled` test that is not drawn on this day, or if it starts whole runs without the mark `promise`. Days are numbered:
 `RATCHET_DAY=739946` repeats one.
 """
 
@@ -54,17 +53,10 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
 
     parts = int(os.environ.get(SLOW_PARTS, "1"))
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    others = [item for item in slow if (_shuffled(item)[0] - day) % _days(item, parts)]
+    others = [item for item in items if item.get_closest_marker("slow") and (_shuffled(item)[0] - day) % parts]
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
-
-
-def _days(item: pytest.Item, parts: int) -> int:
-    """Returns how often a slow test runs: once in so many days."""
-    mark = item.get_closest_marker("sampled")
-    return mark.args[0] if parts > 1 and mark is not None and extras.is_extra(item) else parts
 
 
 def _shuffled(item: pytest.Item) -> tuple[int, str]:

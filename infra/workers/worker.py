@@ -378,7 +378,6 @@ class Worker:
         """Ends the rollout engine and the reward processes, and drops all models."""
         self._checkpoints.close()
         self.rollouts.close()
-        self._rollout_weights.end()
         self.engines.close()
         self.resources.close()
 

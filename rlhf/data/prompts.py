@@ -327,7 +327,7 @@ def _check_keys(messages: Messages, template: str, where: str) -> None:
 def _check_roles(messages: Messages, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Raises UserError for a role that the chat template does not know, or whose messages it leaves out.
 
-    Many templates render an unknown role, such as `human`, as if it were known: the model never saw such a turn.
+    Many templates render an unknown role, such as `human`, without complaint, although the model never saw such a turn.
     """
     state, template = state_of(tokenizer), str(tokenizer.chat_template)
     for role in {message["role"] for message in messages} - RENDERED - state.rendered[template]:

@@ -50,7 +50,22 @@ NO_CRITIC = {"hy_v4": "its hidden states need a part of the language model's hea
 VLLM_VERSION = "0.32"
 VLLM_CLOSE = 1e-3
 """Largest difference of vLLM's log-probs to the trainer's; its attention on the CPU rounds more than PyTorch's."""
-VLLM = ("gemma3_text", "llama", "qwen3", "qwen3_moe")
+VLLM = (
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
 """Families that the tests generate with in vLLM."""
 
 

@@ -69,6 +69,7 @@ class Skeleton:
     def frozen_as_buffers(self) -> None:
         """Makes buffers of parameters that the architecture never trains, such as the bias of a router: engines train
         parameters, and save and copy buffers as they are."""
+        assert any(parameter.requires_grad for parameter in self.model.parameters()), "somebody froze the whole model"
         for module in self.model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.requires_grad:

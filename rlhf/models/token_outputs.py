@@ -328,14 +328,15 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        blocks = [
-            _of_block(_scaled(logits[rows], temperature), targets[rows], entropy=entropy) for rows in _blocks(logits)
-        ]
-        log_probs, normalizers = (torch.cat([block[part] for block in blocks]) for part in (0, 1))  # type: ignore[misc]
-        entropies = torch.cat([block[2] for block in blocks]) if entropy else None  # type: ignore[misc]
-        ctx.save_for_backward(logits, targets, normalizers, entropies)
+        log_probs, normalizers, entropies = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
+        for rows in _blocks(logits):
+            scaled = _scaled(logits[rows], temperature)
+            log_probs[rows], normalizers[rows], of_rows = _of_block(scaled, targets[rows], entropy=entropy)
+            if of_rows is not None:
+                entropies[rows] = of_rows
+        ctx.save_for_backward(logits, targets, normalizers, entropies if entropy else None)
         ctx.temperature = temperature
-        return log_probs, entropies
+        return log_probs, entropies if entropy else None
 
     @staticmethod
     def backward(ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None) -> tuple[Tensor, None, None, None]:
@@ -362,7 +363,7 @@ def _block_bytes(on: Tensor) -> int:
 def _blocks(logits: Tensor) -> list[slice]:
     """Splits the tokens of logits so that the temporary tensors are small."""
     size = max(1, _block_bytes(logits) // (4 * logits.shape[-1]))
-    return [slice(start, start + size) for start in range(0, max(len(logits), 1), size)]
+    return [slice(start, start + size) for start in range(0, len(logits), size)]
 
 
 def _of_share(

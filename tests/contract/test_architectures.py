@@ -172,7 +172,6 @@ def test_adapters_learn_and_are_merged_into_a_plain_model(tmp_path: Path, kind: 
 
 
 @needs("vllm")
-@sampled(10)
 @pytest.mark.parametrize("kind", families.VLLM)
 def test_vllm_generates_with_the_log_probs_of_the_trainer(tmp_path: Path, kind: str) -> None:
     """With the weights of a folder, and with those that the trainer has learned."""

@@ -34,16 +34,9 @@ def test_extra(): ...
 @tiers.sampled(2)
 @pytest.mark.parametrize("case", range(30))
 def test_in_halves(case): ...
-
-@extras.needs("vllm")
-@tiers.sampled(6)
-@pytest.mark.parametrize("case", range(30))
-def test_extra_in_parts(case): ...
 """,
 }
-EXTRA = {f"test_extra_in_parts[{case}]" for case in range(30)}
-"""Cases of a test that needs an extra: they run on one of six days of CI."""
-ALWAYS, NEVER = {"test_promised", "test_fast"}, {"test_slow", "test_extra", *EXTRA}
+ALWAYS, NEVER = {"test_promised", "test_fast"}, {"test_slow", "test_extra"}
 """Tests of which `make test` runs each, or none, on any day."""
 CASES = {"test_many": 12, "test_few": 3, "test_in_halves": 30}
 EVERY = ALWAYS | NEVER | {f"{name}[{case}]" for name, count in CASES.items() for case in range(count)}
@@ -105,13 +98,6 @@ def test_three_days_of_ci_run_every_test(folder: Path, first: int) -> None:
     slow = [collected(folder, "slow", day, slow_parts=3) for day in days]
     in_parts = [name for part in slow for name in part]
     assert len(in_parts) == len(set(in_parts))
-    assert set(in_parts).union(*fast) - EXTRA == EVERY - EXTRA
-    assert (NEVER | EVERY.difference(*fast, ALWAYS)) - EXTRA <= set(in_parts)
+    assert set(in_parts).union(*fast) == EVERY
+    assert NEVER | EVERY.difference(*fast, ALWAYS) <= set(in_parts)
     assert all(slow), "a third each"
-
-
-def test_the_cases_of_an_extra_are_spread_over_as_many_days_as_they_have_parts(folder: Path) -> None:
-    days = [EXTRA.intersection(collected(folder, "slow", day, slow_parts=3)) for day in range(6)]
-    assert sum(map(len, days)) == len(EXTRA)
-    assert set().union(*days) == EXTRA
-    assert set(collected(folder, "slow", 0)) >= EXTRA, "all of them without parts"
