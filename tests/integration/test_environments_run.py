@@ -283,30 +283,37 @@ def test_what_is_no_environment_is_refused(environment: dict[str, Any], says: st
     assert "Prefect" not in child.text
 
 
-def test_the_example(workspace: Path, processes: Processes) -> None:
-    """The game of examples/guess, as it is, with a tiny model and few games."""
-    data, runs = processes.folder / "guess", f"file://{processes.folder}/runs"
-    subprocess.run([sys.executable, EXAMPLES / "guess/guess.py", data], check=True, capture_output=True)
+def played(name: str, workspace: Path, processes: Processes, **changes: Any) -> pd.DataFrame:
+    """Plays an example's game for an iteration with a tiny model, after a short supervised training; returns the
+    trajectories."""
+    example, data, runs = EXAMPLES / name / f"{name}.py", processes.folder / name, f"file://{processes.folder}/runs"
+    subprocess.run([sys.executable, example, data], check=True, capture_output=True)
     made = processes.cli(
         *("sft", "--model", workspace / "model", "--data", data / "sft.jsonl", "--output", processes.folder / "sft"),
         *("--steps", 60, "--batch-examples", 32, "--lr", 0.01, "--store", runs),
     )
     assert made.wait() == 0, made.text
-    config = load_config(EXAMPLES / "guess/guess.yaml").with_values(
+    config = load_config(example.with_suffix(".yaml")).with_values(
         {
             "run.store": runs,
             "model.path": str(processes.folder / "sft"),
             "data.train": [str(data / "train.parquet")],
             "validation": {},
-            "rollout.environment.name": f"{EXAMPLES / 'guess/guess.py'}:Guess",
+            "rollout.environment.name": f"{example}:{name.capitalize()}",
             "train.iterations": 1,
+            **changes,
         }
     )
-    path = processes.folder / "guess.yaml"
+    path = processes.folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     child = processes.cli("train", path)
     assert child.wait() == 0, child.text
-    frame = History.of(config).run.trajectories()
+    return History.of(config).run.trajectories()
+
+
+def test_the_example(workspace: Path, processes: Processes) -> None:
+    """The game of examples/guess, as it is, with a tiny model and few games."""
+    frame = played("guess", workspace, processes)
     assert 0 < frame["score"].mean() < 0.6, "some are lucky"
     assert set(frame["finish_reason"]) >= {"stop", "turns"}
     assert frame["response"].str.contains(r"^\d+\D*(?:up|down)\D*\d+").any(), "guess, what is said, next guess"
@@ -314,28 +321,8 @@ def test_the_example(workspace: Path, processes: Processes) -> None:
 
 def test_both_turns_of_the_example_are_learned(workspace: Path, processes: Processes) -> None:
     """The game of examples/ask, whose environment answers with messages: both turns enter the loss, as drawn."""
-    data, runs = processes.folder / "ask", f"file://{processes.folder}/runs"
-    subprocess.run([sys.executable, EXAMPLES / "ask/ask.py", data], check=True, capture_output=True)
-    made = processes.cli(
-        *("sft", "--model", workspace / "model", "--data", data / "sft.jsonl", "--output", processes.folder / "sft"),
-        *("--steps", 60, "--batch-examples", 32, "--lr", 0.01, "--store", runs),
-    )
-    assert made.wait() == 0, made.text
-    config = load_config(EXAMPLES / "ask/ask.yaml").with_values(
-        {
-            "run.store": runs,
-            "model.path": str(processes.folder / "sft"),
-            "data.train": [str(data / "train.parquet")],
-            "rollout.environment.name": f"{EXAMPLES / 'ask/ask.py'}:Ask",
-            "actor.mini_batch_trajectories": 160,  # several, so that old log-probs are computed
-            "train.iterations": 1,
-        }
-    )
-    path = processes.folder / "ask.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    child = processes.cli("train", path)
-    assert child.wait() == 0, child.text
-    frame = History.of(config).run.trajectories()
+    # several mini-batches, so that old log-probs are computed
+    frame = played("ask", workspace, processes, **{"actor.mini_batch_trajectories": 160})
     asked = frame[frame["turn_ends"].map(len) == 2]
     assert 0.2 < len(asked) / len(frame) < 0.8, "both moves are made"
     for row in asked.itertuples():
