@@ -302,7 +302,7 @@ def _point(sweep: Sweep, parent: Run, config: RunConfig) -> tuple[int, str | Non
 
 def _tokens_of(parent: Run, config: RunConfig, iteration: int, stage: str | None) -> int:
     """Returns the tokens that the parent generated in the iteration in which an arm starts, if the arm shares them."""
-    called = None if stage is None else stage_called(stage)
+    called = None if stage is None else stage_called(stage, config)
     if called is None or "generate" in dependents(called.name, config):
         return 0
     generated = parent.store.manifests(iteration).get("generate")

@@ -15,6 +15,7 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settin
 from prefect.states import Failed
 from prefect.utilities.asyncutils import run_coro_as_sync
 
+from ratchet.flows.callbacks import Callbacks
 from ratchet.flows.iteration import iteration
 from ratchet.flows.overrides import Override
 from ratchet.flows.prefect_pages import has_pages, show_report, shown, tagged
@@ -69,6 +70,7 @@ def train(
 
 def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> None:
     """Runs the remaining iterations and the last validation, recorded by Prefect if its server works."""
+    callbacks = Callbacks(config)
     # a heartbeat of the iteration's own flow would add a second to each; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with (
@@ -94,13 +96,16 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
             with tagged(config.run.name):
                 metrics = _iteration(config, k)
             track(k, metrics)
+            callbacks.on_iteration(Run(driver.store), k, metrics)
             scores |= Run(driver.store).deciding_scores(k)
         # iterations validate before they train, so the last weights are still to be validated
         if config.validation.data is not None:
             with shown(config.run.name):
                 validated = start(driver, VALIDATE, driver.state.iteration, {})
                 finish(driver)
-                track(driver.state.iteration, validated.manifest().metrics)
+                metrics = validated.manifest().metrics
+                track(driver.state.iteration, metrics)
+                callbacks.on_validation(Run(driver.store), driver.state.iteration, metrics)
     if has_pages():
         try:
             show_report(driver.store.url)

@@ -1,6 +1,6 @@
 """Consent to code that stored configs name. It belongs to the machine and the user that run the code, not to the store.
 
-A config names its user's code: rewards, environments, tools, agents, and the code of models. A user who gives a config
+A config names its user's code: rewards, environments, tools, agents, losses, models. A user who gives a config
 on this machine wants its code to run. A config that was read from a store may be anybody's: its code runs only if it
 has run here before, or if the user says so. Consent is remembered by digest, so changed code needs it again.
 """
@@ -21,6 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ratchet.rlhf.config.user_algorithms import UserAlgorithm
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.custom_code import code_files, code_names
 from ratchet.rlhf.models.model_folders import model_folder
@@ -141,6 +142,14 @@ def _code_of(config: RunConfig) -> list[Code]:
                 is_file=agent.name not in ("verifiers", "gymnasium"),
             )
         )
+    algorithms = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
+    found += [_by_name("run.stages", name, {}) for name in config.run.stages]
+    found += [_by_name("run.callbacks", name, {}) for name in config.run.callbacks]
+    found += [
+        _by_name(key, algorithm.type, algorithm.options)
+        for key, algorithm in algorithms.items()
+        if isinstance(algorithm, UserAlgorithm)
+    ]
     found += [_of_model(key, model) for key, model in _models_with_code(config).items()]
     return [code for code in found if code is not None]
 

@@ -17,15 +17,27 @@ from ratchet.rlhf.errors import UserError
 
 
 def load_named(name: str, key: str, package: str, attributes: Sequence[str], built_in: Sequence[str]) -> Any:
-    """Loads a function or a class by its name in the config.
-
-    Args:
-        name: a built-in, ``package.module:name`` or ``folder/file.py:name``.
-        package: package whose modules are the built-ins.
-        attributes: possible names of the function or class in a built-in or a file; the first that exists counts.
+    """Loads a function or a class by its name in the config; see `load_object`.
 
     Raises:
         UserError: the module cannot be imported, or has no such function or class.
+    """
+    target = load_object(name, key, attributes, package, built_in)
+    if not callable(target):
+        raise UserError(f"{key} {name} is not a function or a class")
+    return target
+
+
+def load_object(name: str, key: str, attributes: Sequence[str], package: str = "", built_in: Sequence[str] = ()) -> Any:
+    """Loads what a config names.
+
+    Args:
+        name: a built-in, ``package.module:name`` or ``folder/file.py:name``.
+        attributes: possible names in a built-in or a file; the first that exists counts.
+        package: package whose modules are the built-ins.
+
+    Raises:
+        UserError: the module cannot be imported, or has no such name.
     """
     module_name, colon, attribute_name = name.rpartition(":")
     if not colon:
@@ -36,14 +48,13 @@ def load_named(name: str, key: str, package: str, attributes: Sequence[str], bui
             attribute_name = next((known for known in attributes if hasattr(module, known)), attribute_name)
         target = getattr(module, attribute_name, None)
     except Exception as error:  # a user's module may raise anything when it is imported
+        known = f"a built-in ({', '.join(built_in)}), " if built_in else ""
         raise UserError(
-            f"{key} {name}: {type(error).__name__}: {error}; name a built-in ({', '.join(built_in)}), "
-            f"package.module:{attribute_name} or file.py:{attribute_name}"
+            f"{key} {name}: {type(error).__name__}: {error}; name {known}package.module:{attribute_name} or "
+            f"file.py:{attribute_name}"
         ) from None
     if target is None:
         raise UserError(f"{key} {name}: {module_name} has no {attribute_name}: name a function or a class that it has")
-    if not callable(target):
-        raise UserError(f"{key} {name} is not a function or a class")
     return target
 
 

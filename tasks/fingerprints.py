@@ -13,7 +13,7 @@ from ratchet.infra.store.records import Ahead, RunState, Skip, Weights
 from ratchet.rlhf.config import RunConfig, stored_config
 from ratchet.rlhf.errors import UserError, counted, reached
 from ratchet.tasks.experience_replay import check_experience
-from ratchet.tasks.pipeline import STAGES, names_of, stage_named
+from ratchet.tasks.pipeline import STAGES, all_stages, names_of, stage_named
 from ratchet.tasks.stage import Stage, UpdateStage
 from ratchet.tasks.stages.generate import GenerateSummary
 
@@ -63,10 +63,15 @@ def changes_since(driver: Driver, stage: Stage, manifest: Manifest) -> list[str]
 def input_changes(manifest: Manifest, config: RunConfig) -> list[str]:
     """Describes the differences between the inputs of a committed stage and its inputs under `config`."""
     then = {name.removeprefix("input.") for name in manifest.fingerprint.parts if name.startswith("input.")}
-    return _of_inputs(then, set(stage_named(manifest.stage).input_names(names_of(config))))
+    return _of_inputs(then, set(stage_named(manifest.stage, config).input_names(names_of(config))))
 
 
-NAMED_BY: Mapping[Outside, str] = {"reward": "reward.function", "environment": "rollout.environment.name"}
+NAMED_BY: Mapping[Outside, str] = {
+    "reward": "reward.function",
+    "environment": "rollout.environment.name",
+    "loss": "algorithm.loss",
+    "advantage": "algorithm.advantage",
+}
 """Keys that name an input's code: another name implies other code, so the change of code is not reported too."""
 
 
@@ -95,6 +100,10 @@ def _in_words(source: Outside, config: RunConfig) -> str:
             return f"the files of reward.model ({'null' if reward.model is None else reward.model.path})"
         case "environment":
             return f"the code of rollout.environment ({'null' if environment is None else environment.name})"
+        case "loss":
+            return f"the code of algorithm.loss ({config.algorithm.loss.type})"
+        case "advantage":
+            return f"the code of algorithm.advantage ({config.algorithm.advantage.type})"
         case "tokenizer":
             return f"the tokenizer or chat template of model.path ({config.model.path})"
 
@@ -103,7 +112,11 @@ OTHER_CODE = "Ratchet's code for this stage"
 
 
 def _of_version(before: int, stage: Stage) -> list[str]:
-    return [] if before == stage.version else [f"{OTHER_CODE} changed (version {before} -> {stage.version})"]
+    if before == stage.version:
+        return []
+    if stage not in STAGES:
+        return [f"the code of the stage {stage.name} in run.stages changed"]
+    return [f"{OTHER_CODE} changed (version {before} -> {stage.version})"]
 
 
 def _of_inputs(then: set[str], now: set[str]) -> list[str]:
@@ -130,14 +143,13 @@ def check_open_iteration(driver: Driver) -> None:
         for name, committed in place.stages.items():
             if not isinstance(committed, Skip):
                 manifest = driver.store.manifest(committed)
-                by_stage[name] = changes_since(driver, stage_named(name), manifest)
+                by_stage[name] = changes_since(driver, stage_named(name, driver.config), manifest)
                 by_stage[name] += input_changes(manifest, driver.config)
         for name in place.shards.keys() - place.stages.keys():
             terms = {shard.term for shard in place.shards[name].values()}
-            by_stage[name] = [
-                change for term in sorted(terms) for change in changes_since_term(driver, stage_named(name), term)
-            ]
-        invalid = [stage.name for stage in STAGES if by_stage.get(stage.name)]
+            stage = stage_named(name, driver.config)
+            by_stage[name] = [change for term in sorted(terms) for change in changes_since_term(driver, stage, term)]
+        invalid = [stage.name for stage in all_stages(driver.config) if by_stage.get(stage.name)]
         if invalid:
             changes = dict.fromkeys(change for name in invalid for change in by_stage[name])
             raise changed(driver, invalid[0], iteration, list(changes))

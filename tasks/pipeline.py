@@ -6,6 +6,7 @@ The flow, plan, fork, reproduce, explain, status, the checks of a resume, and th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TypeVar
 
 from ratchet.infra.execution.driver import Dependencies
@@ -27,6 +28,7 @@ from ratchet.tasks.stages.update_actor import UPDATE_ACTOR
 from ratchet.tasks.stages.update_critic import UPDATE_CRITIC
 from ratchet.tasks.stages.validate import VALIDATE
 from ratchet.tasks.stages.values import VALUES
+from ratchet.tasks.user_stages import load_stage
 
 T = TypeVar("T")
 
@@ -49,29 +51,47 @@ STAGES: tuple[Stage, ...] = (
 )
 
 
-def stage_named(name: str) -> Stage:
-    """Returns the stage with this name. Raises `UserError` if another installation computed the run and had the
-    stage.
+@cache
+def _with_stages(names: tuple[str, ...]) -> tuple[Stage, ...]:
+    """Returns `STAGES` with stages of the user's code, each after those that it reads."""
+    stages = list(STAGES)
+    for name in names:
+        stage = load_stage(name, stages)
+        last = max(index for index, known in enumerate(stages) if known.name in stage.reads)
+        stages.insert(last + 1, stage)
+    return tuple(stages)
+
+
+def all_stages(config: RunConfig) -> tuple[Stage, ...]:
+    """Returns the built-in stages and those of `run.stages`, in order, whether or not iterations have them. Raises
+    UserError if the user's code does not define such a stage."""
+    return _with_stages(config.run.stages)
+
+
+def stage_named(name: str, config: RunConfig) -> Stage:
+    """Returns the stage with this name. Raises `UserError` if there is none: the run was computed with another
+    installation, or with another `run.stages`.
     """
-    for stage in STAGES:
+    for stage in all_stages(config):
         if stage.name == name:
             return stage
     raise UserError(
-        f"the open iteration has a committed stage {name}, which tasks/pipeline.py does not list: "
-        "add it again, or continue with the installation that computed it"
+        f"the open iteration has a committed stage {name}, which neither run.stages nor this release has: name it in "
+        "run.stages again, or continue with the installation that computed it"
     )
 
 
-def stage_called(name: str) -> Stage | None:
+def stage_called(name: str, config: RunConfig) -> Stage | None:
     """Returns the stage with one of the three names that users meet: in the store, in `ratchet status`, or in
     `timing_s/`."""
-    names = ((stage, (stage.name, stage.label, timer(stage.name).removeprefix("timing_s/"))) for stage in STAGES)
+    stages = all_stages(config)
+    names = ((stage, (stage.name, stage.label, timer(stage.name).removeprefix("timing_s/"))) for stage in stages)
     return next((stage for stage, known in names if name in known), None)
 
 
 def stages_of(config: RunConfig) -> tuple[Stage, ...]:
     """Returns the stages of an iteration under this config, in order. `validate` runs only in some iterations."""
-    return tuple(stage for stage in STAGES if stage.exists(config))
+    return tuple(stage for stage in all_stages(config) if stage.exists(config))
 
 
 def names_of(config: RunConfig) -> tuple[str, ...]:
@@ -91,8 +111,9 @@ def update_of(role: str) -> AnyUpdateStage | None:
 
 def dependencies(config: RunConfig) -> Dependencies:
     """Returns the versions of all stages, and the outside inputs of the stages that the config has."""
+    stages = all_stages(config)
     return Dependencies(
-        stages=tuple(stage.name for stage in STAGES),
+        stages=tuple(stage.name for stage in stages),
         outside=frozenset(source for stage in stages_of(config) for source in stage.outside),
-        versions={stage.name: stage.version for stage in STAGES},
+        versions={stage.name: stage.version for stage in stages},
     )

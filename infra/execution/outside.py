@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from functools import cached_property
 from typing import Literal
@@ -12,12 +13,15 @@ from ratchet.infra.workers.resources import Resources
 from ratchet.rlhf.agents.agent import agent_digest
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.roles import ROLES
+from ratchet.rlhf.config.user_algorithms import UserAlgorithm
 from ratchet.rlhf.environments.environment import environment_digest
 from ratchet.rlhf.models.model_folders import files_digest, initial_digest, model_folder
 from ratchet.rlhf.models.tokenizers import tokenizer_digest
 from ratchet.rlhf.rewards.registry import reward_digest
 
-Outside = Literal["dataset", "experts", "validation", "reward", "reward_model", "tokenizer", "environment"]
+Outside = Literal[
+    "dataset", "experts", "validation", "reward", "reward_model", "tokenizer", "environment", "loss", "advantage"
+]
 
 
 class OutsideInputs:
@@ -58,6 +62,10 @@ class OutsideInputs:
                 return functions if model is None else f"{functions} {self.digest('reward_model')}"
             case "tokenizer":
                 return tokenizer_digest(config.model)
+            case "loss":
+                return _source_digest(config.algorithm.loss)
+            case "advantage":
+                return _source_digest(config.algorithm.advantage)
 
     @cached_property
     def initial_weights(self) -> dict[str, Weights]:
@@ -71,7 +79,13 @@ class OutsideInputs:
 
     def identity(self) -> str:
         """Identifies everything outside the config that workers hold: code, packages, models and stages' inputs."""
-        inputs: tuple[Outside, ...] = ("dataset", "reward", "tokenizer", "environment", "validation")
-        digests = {name: digest for name in inputs if (digest := self.digest(name)) is not None or name != "validation"}
+        inputs: list[Outside] = ["dataset", "reward", "tokenizer", "environment", "validation", "loss", "advantage"]
+        digests = {name: digest for name in inputs if (digest := self.digest(name)) is not None}
         models = {role: weights.digest for role, weights in self.initial_weights.items()}
         return json.dumps([code_digest(), package_versions(), models, digests], sort_keys=True)
+
+
+def _source_digest(algorithm: object) -> str | None:
+    if not isinstance(algorithm, UserAlgorithm):
+        return None
+    return hashlib.sha256(algorithm.source.encode()).hexdigest()

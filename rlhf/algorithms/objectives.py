@@ -13,10 +13,9 @@ from typing import Protocol
 from jaxtyping import Float
 from torch.nn.functional import logsigmoid
 
-from ratchet.rlhf.algorithms import PolicyLoss
 from ratchet.rlhf.algorithms.kl import Estimator, kl_divergence
 from ratchet.rlhf.algorithms.masked import Aggregation, LossNormalizers, aggregate, masked_mean, sequence_sum
-from ratchet.rlhf.algorithms.policy_losses import SelectingLoss
+from ratchet.rlhf.algorithms.policy_losses import PolicyLossBase, SelectingLoss
 from ratchet.rlhf.algorithms.tensor import Tensor
 
 Tokens = Float[Tensor, "batch response"]
@@ -73,7 +72,7 @@ class ActorObjective:
     The entropy and the KL divergence are aggregated like the policy loss.
     """
 
-    policy_loss: PolicyLoss
+    policy_loss: PolicyLossBase
     kl_in_loss: float | None
     kl_estimator: Estimator
     entropy_coef: float

@@ -216,7 +216,9 @@ def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str
     if problem["type"] == "union_tag_not_found":
         return f"{key}.type is missing: set it"
     if problem["type"] == "union_tag_invalid":
-        return f"{key}.type is {problem['ctx']['tag']!r}: input should be one of {problem['ctx']['expected_tags']}"
+        own = ", or package.module:Class or file.py:Class" if "built-in" in problem["loc"] else ""
+        known = problem["ctx"]["expected_tags"]
+        return f"{key}.type is {problem['ctx']['tag']!r}: input should be one of {known}{own}"
     if problem["type"] == "extra_forbidden" and key in REFUSED:
         return f"{key} is not supported: {REFUSED[key]}"
     if problem["type"] == "extra_forbidden" and (others := _choices_with(key, model)):
@@ -238,7 +240,7 @@ def _explain_key(key: str, problem: ErrorDetails, model: type[BaseModel]) -> str
         return f"{key} is {given!r}: it should be a list, such as [a, b]"
     message = message.removeprefix("Value error, ")
     if problem["type"] == "value_error":
-        return f"{key}: {message}" if key else message
+        return f"{key}: {message}" if key and not message.startswith(key) else message
     return f"{key} is {given!r}: {message[0].lower()}{message[1:]}"
 
 
@@ -265,8 +267,8 @@ def _key(location: Sequence[str | int], tree: Any) -> str:
     """Returns the dotted key of a location in the tree, without the algorithm types that pydantic adds to locations."""
     parts = []
     for depth, part in enumerate(location, 1):
-        if part == tree:
-            continue  # a section given by its type alone
+        if part == tree or part in ("built-in", "user"):
+            continue  # a section given by its type alone, or whose code it is
         if isinstance(tree, Mapping) and part not in tree and (depth < len(location) or tree.get("type") == part):
             continue
         parts.append(str(part))

@@ -16,12 +16,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from ratchet.rlhf.algorithms import (
     GAE,
     LUFFY,
-    Advantage,
     Distillation,
     Experts,
     KLPenalty,
     OverlongPenalty,
-    PolicyLoss,
     PPOClip,
     RolloutCorrection,
 )
@@ -29,6 +27,7 @@ from ratchet.rlhf.algorithms.optimizers import AdamW, Optimizer
 from ratchet.rlhf.built_in_rewards import JUDGE
 from ratchet.rlhf.config.engines import HFConfig, RolloutEngine, TorchConfig, TrainEngine
 from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section, type_may_be_left_out
+from ratchet.rlhf.config.user_algorithms import AnyAdvantage, AnyPolicyLoss
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 Dtype = Literal["float32", "bfloat16"]
@@ -52,6 +51,15 @@ class RunSection(Section):
     group: str | None = Field(None, description="group of the run in W&B, MLflow and trackio")
     tags: OneOrMore[str] = Field((), description="tags of the run in W&B and MLflow")
     seed: int = Field(0, ge=0, description="seed of all randomness in the run")
+    stages: OneOrMore[str] = Field(
+        (), description="more stages of each iteration, in your code: package.module:STAGE or file.py:STAGE"
+    )
+    callbacks: OneOrMore[str] = Field(
+        (), description="called after iterations and validations: package.module:Class or file.py:Class"
+    )
+    on_callback_error: Literal["note", "fail"] = Field(
+        "note", description="when a callback raises: print a note, or stop the run"
+    )
     deterministic: bool = Field(
         False,
         description="GPUs compute the same bits each time, with slower kernels, and a replayed update must give the "
@@ -621,8 +629,12 @@ class DynamicSamplingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Annotated[Advantage, type_may_be_left_out("gae")] = Field(GAE(), description="advantage estimator")
-    loss: Annotated[PolicyLoss, type_may_be_left_out("ppo")] = Field(PPOClip(), description="policy loss")
+    advantage: Annotated[AnyAdvantage, type_may_be_left_out("gae")] = Field(
+        GAE(), description="advantage estimator: a built-in, package.module:Class or file.py:Class"
+    )
+    loss: Annotated[AnyPolicyLoss, type_may_be_left_out("ppo")] = Field(
+        PPOClip(), description="policy loss: a built-in, package.module:Class or file.py:Class"
+    )
     kl: Annotated[KLPenalty, NULL_IS_OFF] = Field(KLPenalty(), description="KL term against the reference")
     distillation: Distillation | None = Field(
         None, description="learn from the teacher's log-probs of what the policy wrote; null: off"

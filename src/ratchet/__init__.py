@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ratchet.flows.callbacks import Callback
     from ratchet.flows.evaluate import evaluate
     from ratchet.flows.rescore import rescore
     from ratchet.flows.train import train
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ratchet.rlhf.errors import RatchetError, UserError
 
 _MODULES = {
+    "Callback": "ratchet.flows.callbacks",
     "Run": "ratchet.infra.runs.run",
     "RunConfig": "ratchet.rlhf.config",
     "RunSummary": "ratchet.infra.runs.listing",
@@ -38,6 +40,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Callback",
     "RatchetError",
     "Run",
     "RunConfig",

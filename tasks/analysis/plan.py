@@ -18,7 +18,7 @@ from ratchet.rlhf import consent
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.tasks.fingerprints import changes_since, check_unchanged, input_changes
-from ratchet.tasks.pipeline import STAGES, names_of, stage_called, stages_of
+from ratchet.tasks.pipeline import all_stages, names_of, stage_called, stages_of
 from ratchet.tasks.stage import UpdateStage
 from ratchet.tasks.stages.validate import VALIDATE
 
@@ -42,7 +42,7 @@ def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
     driver = Driver(config, run.store)
     committed, needed = run.store.iteration_state(iteration).stages, names_of(config)
     planned: dict[str, Planned] = {}
-    for stage in STAGES:
+    for stage in all_stages(config):
         commit = committed.get(stage.name)
         if commit is None and (stage.name not in needed or stage is VALIDATE):
             continue
@@ -105,8 +105,8 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
         raise UserError("\n".join(mistakes))
     shared: list[str] = []
     if stage is not None:
-        names = [candidate.name for candidate in STAGES]
-        if (called := stage_called(stage)) is None:
+        names = [candidate.name for candidate in all_stages(config)]
+        if (called := stage_called(stage, config)) is None:
             raise UserError(f"--at {iteration}:{stage}: stages are {', '.join(names)}")
         stage = called.name
         committed = run.store.iteration_state(iteration).stages
@@ -115,7 +115,7 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
         if stage not in ("validate", "generate") and "generate" not in committed:
             raise UserError(f"--at {iteration}:{stage}: iteration {iteration} has not committed generate yet")
         driver = Driver(config, run.store)
-        for candidate in STAGES:
+        for candidate in all_stages(config):
             if candidate.name in shared and isinstance(commit := committed[candidate.name], StageCommit):
                 manifest = run.store.manifest(commit)
                 if candidate is VALIDATE and changes_since(driver, candidate, manifest):

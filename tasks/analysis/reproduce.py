@@ -22,7 +22,7 @@ from ratchet.infra.workers.calls import RowsCall, UpdateCall
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf import consent
 from ratchet.rlhf.errors import UserError
-from ratchet.tasks.pipeline import STAGES
+from ratchet.tasks.pipeline import all_stages
 from ratchet.tasks.stage import Stage, UpdateStage
 from ratchet.tasks.worker_calls import call_of, on_worker
 
@@ -53,7 +53,7 @@ def reproduce(run: Run, iteration: int) -> Iterator[Reproduced]:
     manifests, began = store.manifests(iteration), state_before(store, iteration, ())
     # in this process, without a claim
     driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)
-    for stage in STAGES:
+    for stage in all_stages(run.config):
         commit = committed.get(stage.name)
         if commit is None or isinstance(commit, Skip):
             continue

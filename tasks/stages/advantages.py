@@ -14,12 +14,13 @@ import torch
 
 from ratchet.infra.progress import note
 from ratchet.infra.workers.calls import Context, ShardOutput, ShardSummary
-from ratchet.rlhf.algorithms import Advantage, Distillation, Experts, OverlongPenalty, RolloutCorrection
-from ratchet.rlhf.algorithms.advantages import GDPO
+from ratchet.rlhf.algorithms import Distillation, Experts, OverlongPenalty, RolloutCorrection
+from ratchet.rlhf.algorithms.advantages import GDPO, AdvantageEstimator
 from ratchet.rlhf.algorithms.kl import AdaptiveCoefficient, Controller, Estimator, kl_divergence
 from ratchet.rlhf.algorithms.rollout_correction import off_policy_metrics
 from ratchet.rlhf.batch import TrajectoryBatch, unpadded
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.user_algorithms import AnyAdvantage, loaded
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.tasks.branches import last_branches, trajectory_index
@@ -28,7 +29,7 @@ from ratchet.tasks.stage import RowsStage
 
 class AdvantagesConfig(StageConfig):
     max_response_tokens: int = key("rollout.max_response_tokens")
-    advantage: Advantage = key("algorithm.advantage")
+    advantage: AnyAdvantage = key("algorithm.advantage")
     kl_in_reward: float | None = key("algorithm.kl.in_reward")
     kl_estimator: Estimator = key("algorithm.kl.reward_estimator")
     kl_controller: Controller = key("algorithm.kl.controller")
@@ -47,7 +48,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         state of the KL controller.
     """
     config, batch = context.config, context.batch
-    estimator = config.advantage
+    estimator = loaded(config.advantage)
     mask, lengths = batch.padded("response_mask").double(), batch.lengths("response_mask")
     raw_scores = _doubles(batch, "score")
     scores = estimator.clipped(raw_scores)
@@ -129,7 +130,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
 
 
 def _by_trajectory(
-    estimator: Advantage,
+    estimator: AdvantageEstimator,
     token_rewards: torch.Tensor,
     mask: torch.Tensor,
     inputs: Mapping[str, Any],
@@ -371,6 +372,7 @@ ADVANTAGES = RowsStage(
         "teacher_log_probs": ("teacher_log_probs",),
         "values": ("values",),
     },
+    outside=("advantage",),
     writes=TRAJECTORY.of("advantages"),
     compute=advantages,
     summary=ShardSummary,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ratchet.infra.workers.calls import Context
-from ratchet.rlhf.algorithms import PolicyLoss, RolloutCorrection
+from ratchet.rlhf.algorithms import RolloutCorrection
 from ratchet.rlhf.algorithms.kl import Estimator
 from ratchet.rlhf.algorithms.objectives import ActorObjective
 from ratchet.rlhf.batch import ragged
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.sections import UpdateConfig
+from ratchet.rlhf.config.user_algorithms import AnyPolicyLoss, loaded
 from ratchet.rlhf.seeding import generator
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.rlhf.train.performance import memory
@@ -23,7 +24,7 @@ class UpdateActorConfig(StageConfig):
     dtype: str = key("model.dtype")
     temperature: float = key("rollout.temperature")
     max_response_tokens: int = key("rollout.max_response_tokens")
-    loss: PolicyLoss = key("algorithm.loss")
+    loss: AnyPolicyLoss = key("algorithm.loss")
     kl_in_loss: float | None = key("algorithm.kl.in_loss")
     kl_estimator: Estimator = key("algorithm.kl.loss_estimator")
     entropy_coef: float = key("algorithm.entropy_coef")
@@ -34,7 +35,7 @@ class UpdateActorConfig(StageConfig):
 
 def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
     config, batch = context.config, context.batch
-    correction, loss = config.rollout_correction, config.loss
+    correction, loss = config.rollout_correction, loaded(config.loss)
     if correction is not None and correction.bypass:
         # the rollout's log-probs take the place of the actor's
         batch = batch.renamed({"rollout_log_probs": "old_log_probs"})
@@ -85,6 +86,7 @@ UPDATE_ACTOR = UpdateStage(
         "old_log_probs": ("old_log_probs",),
         "ref_log_probs": ("ref_log_probs",),
     },
+    outside=("loss",),
     compute=update_actor,
     skipped=skipped,
     role="actor",

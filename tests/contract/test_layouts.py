@@ -426,7 +426,7 @@ def test_two_processes_share_each_sequence(
 def odd_folder(name: str, folder: Path, vocabulary: int = 78) -> Path:
     """Models whose plan has more to it: norms of single heads; biases where rows are cut, and tied embeddings.
 
-    Their weights are always the same: of one such model in some hundreds, float32 rounds the entropy by more than CLOSE.
+    Their weights are always the same: float32 rounds the entropy of one such model in hundreds by more than CLOSE.
     """
     torch.manual_seed(0)
     shape: dict[str, Any] = {

@@ -190,7 +190,9 @@ def test_which_stages_exist() -> None:
 
 def test_a_run_depends_on_what_its_stages_read() -> None:
     config = parse_config(MINIMAL, "here")
-    assert dependencies(config).outside == {"dataset", "experts", "tokenizer", "environment", "reward"}
+    assert dependencies(config).outside == {
+        *("dataset", "experts", "tokenizer", "environment", "reward", "loss", "advantage"),
+    }
     assert "validation" in dependencies(config.with_values({"validation.data": "held-out.parquet"})).outside
 
 

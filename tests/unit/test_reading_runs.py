@@ -32,7 +32,7 @@ from ratchet.infra.runs.run import Run, no_run, open_run
 from ratchet.infra.store.manifest import Fingerprint, Manifest
 from ratchet.infra.store.records import Claim, ShardCommit, StageCommit
 from ratchet.infra.store.run_store import RunStore
-from ratchet.rlhf.config import stored_config
+from ratchet.rlhf.config import parse_config, stored_config
 from ratchet.rlhf.errors import UserError, counted
 from ratchet.rlhf.metrics import timer
 from ratchet.rlhf.named import load_named
@@ -249,9 +249,10 @@ def test_a_stage_is_known_by_each_of_its_names(command: Command, stage: str) -> 
 
 
 def test_the_names_of_stages_are_not_ambiguous() -> None:
+    config = parse_config({"model": {"path": "model"}, "data": {"train": "prompts"}}, "here")
     for stage in STAGES:
         for name in (stage.name, stage.label, timer(stage.name).removeprefix("timing_s/")):
-            assert stage_called(name) is stage
+            assert stage_called(name, config) is stage
 
 
 def test_show_says_how_many_it_shows(command: Command) -> None:

@@ -11,6 +11,7 @@ from ratchet.infra.execution.preflight.prompts import check_files, check_metric
 from ratchet.infra.progress import note
 from ratchet.rlhf.agents.agent import check_agent
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.user_algorithms import UserAdvantage, UserLoss
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.environments.dialogues import is_prefix_stable
 from ratchet.rlhf.environments.environment import check_environment
@@ -27,12 +28,14 @@ def check_inputs(config: RunConfig) -> None:
     paths = (*config.data.train, *held_out)
     greedy = config.algorithm.advantage.type if config.needs_greedy_scores else None
     environment, agent = config.rollout.environment, config.rollout.agent
+    chosen = (config.algorithm.loss, config.algorithm.advantage)
     check_all(
         partial(check_packages, config),
         partial(_check_server, config),
         partial(check_rewards, config.reward, greedy),
         *([] if environment is None else [partial(check_environment, environment.name, environment.options)]),
         *([] if agent is None else [partial(check_agent, agent.name, agent.options)]),
+        *(algorithm.check for algorithm in chosen if isinstance(algorithm, UserLoss | UserAdvantage)),
         partial(check_models, config),
         *(partial(PromptDataset, (path,)) for path in paths),
     )

@@ -1,0 +1,184 @@
+"""Losses and advantage estimators of the user's own package, named in the config like the built-in ones."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import getsourcefile
+from typing import Annotated, Any, ClassVar, overload
+
+from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, ValidationInfo, model_validator
+
+from ratchet.rlhf.algorithms import Advantage, PolicyLoss
+from ratchet.rlhf.algorithms.advantages import AdvantageEstimator
+from ratchet.rlhf.algorithms.base import Algorithm, Options
+from ratchet.rlhf.algorithms.policy_losses import PolicyLossBase
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.named import load_named, source_of
+
+NAMES = "package.module:Class or file.py:Class"
+
+
+AlgorithmClass = type[Algorithm]
+
+
+class UserAlgorithm(Options):
+    """An algorithm in the user's code. What the config's checks need to know of the class is recorded beside its name,
+    so that a stored config can be read without importing it."""
+
+    key: ClassVar[str]
+    base: ClassVar[AlgorithmClass]
+
+    type: str = Field(description=NAMES)
+    options: dict[str, JsonValue] = Field({}, description="values of the class's fields")
+    needs: tuple[str, ...] = Field(description="filled in: the class's `needs`")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _record_facts(cls, tree: Any, info: ValidationInfo) -> Any:
+        if not isinstance(tree, Mapping) or "needs" in tree:
+            return tree
+        if extra := sorted(tree.keys() - cls.model_fields.keys()):
+            raise ValueError(f"{', '.join(extra)}: values of the class's fields belong in {cls.key}.options")
+        if info.context is not None:
+            raise ValueError("needs is missing from a stored config, which must not import code")
+        try:
+            algorithm = _load(cls, str(tree["type"]), tree.get("options") or {})
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return {**tree, **cls.facts(algorithm)}
+
+    @classmethod
+    def facts(cls, algorithm: Any) -> dict[str, object]:
+        """Returns what is recorded of the class."""
+        return {"needs": tuple(algorithm.needs)}
+
+    @property
+    def source(self) -> str:
+        """The source of the module that defines the class."""
+        return source_of(_named(type(self), self.type), self.key, self.type)
+
+    def _checked(self, check: Any) -> None:
+        algorithm = _load(type(self), self.type, self.options)
+        facts = self.facts(algorithm)
+        changed = [name for name, value in facts.items() if getattr(self, name) != value]
+        if changed:
+            raise UserError(
+                f"{self.key} {self.type}: {changed[0]} of the class is {facts[changed[0]]}, but the config says "
+                f"{getattr(self, changed[0])}: set {self.key} to {self.type} again, in a fork if the run has begun"
+            )
+        _ = self.source  # an error if there is none
+        try:
+            with blamed(self.key, self.type, _named(type(self), self.type)):
+                check(algorithm, examples=12)
+        except UserError as error:
+            text = str(error)
+            raise UserError(text if text.startswith(self.key) else f"{self.key} {self.type}: {text}") from None
+
+
+class UserLoss(UserAlgorithm):
+    """A policy loss in the user's code: a subclass of `TokenLoss`, `SequenceLoss` or `SelectingLoss`."""
+
+    key = "algorithm.loss"
+    base = PolicyLossBase
+
+    def load(self) -> PolicyLossBase:
+        """Imports the class and makes the loss. Raises UserError if that fails."""
+        loss: PolicyLossBase = _load(type(self), self.type, self.options)
+        return loss
+
+    def check(self) -> None:
+        """Tries the loss on small random mini-batches; see `check_loss`. Raises UserError."""
+        from ratchet.rlhf.algorithms.checks import check_loss  # imports torch
+
+        self._checked(check_loss)
+
+
+class UserAdvantage(UserAlgorithm):
+    """An advantage estimator in the user's code: a subclass of `AdvantageEstimator`."""
+
+    key = "algorithm.advantage"
+    base = AdvantageEstimator
+
+    learns_from_reward: bool = Field(True, description="filled in: False if the reward has no effect")
+    drop_zero_std_groups: bool = Field(False, description="filled in from the options")
+
+    @classmethod
+    def facts(cls, algorithm: Any) -> dict[str, object]:
+        names = ("learns_from_reward", "drop_zero_std_groups")
+        return super().facts(algorithm) | {name: getattr(algorithm, name) for name in names}
+
+    def load(self) -> AdvantageEstimator:
+        """Imports the class and makes the estimator. Raises UserError if that fails."""
+        estimator: AdvantageEstimator = _load(type(self), self.type, self.options)
+        return estimator
+
+    def check(self) -> None:
+        """Tries the estimator on small random batches; see `check_advantage`. Raises UserError."""
+        from ratchet.rlhf.algorithms.checks import check_advantage  # imports torch
+
+        self._checked(check_advantage)
+
+
+def _kind(value: Any) -> str:
+    name = str(value.get("type") if isinstance(value, Mapping) else getattr(value, "type", ""))
+    return "user" if ":" in name or name.endswith(".py") else "built-in"
+
+
+AnyPolicyLoss = Annotated[
+    Annotated[PolicyLoss, Tag("built-in")] | Annotated[UserLoss, Tag("user")], Discriminator(_kind)
+]
+AnyAdvantage = Annotated[
+    Annotated[Advantage, Tag("built-in")] | Annotated[UserAdvantage, Tag("user")], Discriminator(_kind)
+]
+
+
+@overload
+def loaded(algorithm: PolicyLossBase | UserLoss) -> PolicyLossBase: ...
+@overload
+def loaded(algorithm: AdvantageEstimator | UserAdvantage) -> AdvantageEstimator: ...
+def loaded(algorithm: Algorithm | UserLoss | UserAdvantage) -> Algorithm:
+    """Returns the algorithm that a config names. Raises UserError if the user's code does not define it."""
+    return algorithm.load() if isinstance(algorithm, UserLoss | UserAdvantage) else algorithm
+
+
+@contextmanager
+def blamed(key: str, name: str, owner: type) -> Iterator[None]:
+    """Turns an exception of the user's code into a UserError that names the line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        file = getsourcefile(owner)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        if not lines:
+            raise
+        text = " ".join(str(error).split())
+        raise UserError(f"{key} {name} raised {type(error).__name__}: {text} ({file}:{lines[-1]})") from error
+
+
+def _named(kind: type[UserAlgorithm], name: str) -> AlgorithmClass:
+    attributes = ("PolicyLoss", "Loss") if kind is UserLoss else ("AdvantageEstimator", "Advantage")
+    found: AlgorithmClass = load_named(name, kind.key, "", attributes, ())
+    if not (isinstance(found, type) and issubclass(found, kind.base)):
+        raise UserError(f"{kind.key} {name} is no subclass of {kind.base.__module__}.{kind.base.__name__}: derive it")
+    return found
+
+
+def _load(kind: type[UserAlgorithm], name: str, options: Mapping[str, JsonValue]) -> Any:
+    """Makes the algorithm; its calls name the line of the user's code that fails."""
+    found = _named(kind, name)
+
+    class Guarded(found):  # type: ignore[valid-type,misc]
+        def __call__(self, *args: Any, **inputs: Any) -> Any:
+            with blamed(kind.key, name, found):
+                return super().__call__(*args, **inputs)
+
+    Guarded.__name__ = Guarded.__qualname__ = found.__name__
+    try:
+        return Guarded.model_validate(options)
+    except ValidationError as error:
+        problems = [f"{kind.key}.options.{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors()]
+        raise UserError("\n".join(problems)) from None
