@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,18 +110,19 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
             reasons |= {key: str(reason) for key in keys}
             continue
         except UserError as error:
-            mistakes[f"{given.where}: {error}"] = None
+            mistakes |= dict.fromkeys(str(error).splitlines())
             continue
         for line in _lines(converted, keys, given):
             # the first row that sets a key wins
             lines.setdefault(line.key, line)
+    mistakes |= {_unknown(key, given): None for key, row in owners.items() if row is None}
     if mistakes:
-        raise UserError("\n".join(mistakes))
+        raise UserError("\n".join(f"{given.where}: {mistake}" for mistake in mistakes))
     for key in list(lines):
         if engine := _other_engine(key, lines):
             reasons |= dict.fromkeys(lines.pop(key).theirs, f"{engine} has no {key.rpartition('.')[2]}")
     used = {key for line in lines.values() for key in line.theirs}
-    without_equal = {key: reasons.get(key, "no counterpart is known") for key in given.settings if key not in used}
+    without_equal = {key: reasons.get(key, "it changes nothing here") for key in given.settings if key not in used}
     sections = list(RunConfig.model_fields)
     return Conversion(
         tuple(sorted(lines.values(), key=lambda line: sections.index(line.key.split(".")[0]))),
@@ -129,6 +131,13 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
         given.where,
         given.source.name,
     )
+
+
+def _unknown(key: str, given: Given) -> str:
+    known = sorted({name for row in given.source.counterparts for name in row.theirs if not name.endswith("*")})
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    hint = f"is it {near[0]}? If not, remove it" if near else "remove it"
+    return f"{given.shown(key)} is not a known setting of {given.source.name}: {hint}"
 
 
 def _lines(converted: Mapping[str, Value | Assumed], keys: Sequence[str], given: Given) -> Iterator[Line]:

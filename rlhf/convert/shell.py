@@ -243,7 +243,9 @@ class _Shell:
             return [re.sub(r'\\([$`"\\])', r"\1", self._text(node).replace("\\\n", ""))]
         if node.type in ("simple_expansion", "expansion"):
             return self._variable(node)
-        if node.type == "arithmetic_expansion":
+        # within ${a:-...}, tree-sitter takes the latter for a command
+        is_arithmetic = node.type == "command_substitution" and self._text(node).startswith("$((")
+        if node.type == "arithmetic_expansion" or is_arithmetic:
             return [str(self._arithmetic(node, self._text(node)[3:-2].strip()))]
         if node.type == "command_substitution":
             return [self._substituted(node)]
@@ -263,11 +265,22 @@ class _Shell:
         return self._text(node) in ("$@", "${@}") or (node.type == "expansion" and "[@]" in self._text(node))
 
     def _variable(self, node: Node) -> list[str]:
-        text = self._text(node).removeprefix("$").removeprefix("{").removesuffix("}")
+        # in a string, a space before the variable may be part of its node
+        before, text = self._text(node).split("$", 1)
+        text = text.removeprefix("{").removesuffix("}")
+        if before:
+            return [before + " ".join(self._value(node, text))]
+        return self._value(node, text)
+
+    def _value(self, node: Node, text: str) -> list[str]:
+        """Returns the words of a variable; `text` is the expansion without its sign and braces."""
         match = re.match(r"(\w+|[@*#?])(\[[@*0-9]+\])?(:?[-=+?])?", text, re.DOTALL)
         if match is None or (match.end() < len(text) and match[3] is None):
             raise self._error(node, "is not understood: write the value out")
         name, index, sign = match.groups()
+        if name == "#":
+            self._assume(node, "the script has as many arguments as it wants")
+            return ["100"]
         values = self.variables.get(name)
         if values is None and name in self.environment:
             values = [self.environment[name]]
@@ -277,7 +290,7 @@ class _Shell:
             values = values[:1]
         is_set = bool(values) and (any(values or ()) or not (sign or "").startswith(":"))
         if sign is None:
-            if values is None and name not in ("@", "*", "#", "?"):
+            if values is None and name not in ("@", "*", "?"):
                 self._assume(node, f"{name} is not set: it is taken as empty")
             return values or ([] if index is not None or name in "@*" else [""])
         if sign.endswith("+"):

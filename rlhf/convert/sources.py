@@ -21,6 +21,17 @@ STARTS = {"verl": ("verl", "dapo", "ppo"), "trl": ("trl", ".py"), "openrlhf": ("
 """Parts of the names of modules and files that start each program."""
 
 
+NOT_RL = {
+    "sft": "supervised fine-tuning: see `ratchet sft`",
+    "reward": "the training of a reward model: see `ratchet reward-model`",
+    "_rm": "the training of a reward model: see `ratchet reward-model`",
+    "generation": "generation: see `ratchet eval`",
+    "dpo": "learning from pairs, which is not here: see `ratchet reward-model`",
+    "kto": "learning from labelled examples, which is not here: see `ratchet sft`",
+}
+"""What modules and files of these programs start besides reinforcement learning, by parts of their names."""
+
+
 @dataclass(frozen=True)
 class Given:
     """The settings in a file."""
@@ -82,6 +93,9 @@ def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]
     if not started:
         raise UserError(f"{path} has no command that starts {program}: give the script that does, or another --from")
     name, arguments = started[-1]
+    for part, what in NOT_RL.items():
+        if part in name.rpartition("/")[2]:
+            raise UserError(f"{path} starts {name}, which is {what}")
     if len(started) > 1:
         return arguments, (*script.assumptions, f"of {len(started)} commands the last one counts, {name}")
     return arguments, script.assumptions
