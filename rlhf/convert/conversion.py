@@ -90,8 +90,8 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
     """Converts a file of another program's settings.
 
     Args:
-        path: a YAML file, or a shell script that starts the program; the script is read, not run.
-        program: the program's name in lower case: verl, trl or openrlhf.
+        path: a YAML or TOML file, or a shell script that starts the program; the script is read, not run.
+        program: the program's name in lower case: verl, trl, openrlhf or prime-rl.
 
     Raises:
         UserError: the file cannot be read, or starts no such program; or settings have the wrong type, one line each.

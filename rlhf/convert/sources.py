@@ -1,9 +1,10 @@
-"""Reads the settings of another program from a YAML file, a shell script or a command line."""
+"""Reads the settings of another program from a YAML or TOML file, a shell script or a command line."""
 
 from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +16,26 @@ from ratchet.rlhf.config.counterparts import SOURCES, Source, Value
 from ratchet.rlhf.config.published import SECRET
 from ratchet.rlhf.config.reading import plain_value
 from ratchet.rlhf.convert.shell import launches, read_script
-from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError, in_one_line
 
-STARTS = {"verl": ("verl", "dapo", "ppo"), "trl": ("trl", ".py"), "openrlhf": ("openrlhf",)}
+STARTS = {"verl": ("verl", "dapo", "ppo"), "trl": ("trl", ".py"), "openrlhf": ("openrlhf",), "prime-rl": ("prime_rl",)}
 """Parts of the names of modules and files that start each program."""
 
 
-NOT_RL = {
-    "sft": "supervised fine-tuning: see `ratchet sft`",
-    "reward": "the training of a reward model: see `ratchet reward-model`",
-    "_rm": "the training of a reward model: see `ratchet reward-model`",
-    "generation": "generation: see `ratchet eval`",
-    "dpo": "learning from pairs, which is not here: see `ratchet reward-model`",
-    "kto": "learning from labelled examples, which is not here: see `ratchet sft`",
+FINE_TUNING, PAIRS = "supervised fine-tuning: see `ratchet sft`", "learning from pairs or labels, which is not here"
+REWARD_MODEL, OTHER = (
+    "the training of a reward model: see `ratchet reward-model`",
+    "another trainer than GRPO's or PPO's",
+)
+NOT_CONVERTED = {
+    **dict.fromkeys(("sft",), FINE_TUNING),
+    **dict.fromkeys(("rm", "prm", "reward", "modeling"), REWARD_MODEL),
+    **dict.fromkeys(("dpo", "kto", "bco", "cpo", "orpo", "tpo", "mpo"), PAIRS),
+    **dict.fromkeys(("generation", "eval", "serve"), "no training: see `ratchet eval`"),
+    **dict.fromkeys(("rloo", "xpo", "nash", "gkd", "gold", "distillation", "sdft", "sdpo", "ssd", "async"), OTHER),
+    "vlm": "training with images: models see text only here",
 }
-"""What modules and files of these programs start besides reinforcement learning, by parts of their names."""
+"""What modules and files of these programs start besides, by the words of their names."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Given:
 
 
 def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
-    """Reads another program's settings from a YAML file or a shell script, and from its command line's `overrides`.
+    """Reads another program's settings from a file, and from its command line's `overrides`.
 
     Raises:
         UserError: the file cannot be read, or starts no such program.
@@ -61,6 +67,8 @@ def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
     if path.suffix in (".yaml", ".yml", ".json"):
         settings = _resolved(dict(_leaves(read_yaml(path))))
         arguments: Sequence[str] = ()
+    elif path.suffix == ".toml":
+        settings, arguments = dict(_leaves(_read_toml(path))), ()
     else:
         settings = {}
         arguments, assumptions = _arguments(path, program)
@@ -79,6 +87,8 @@ def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
 
 def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]]:
     """Returns the arguments with which a script starts the program, and the assumptions made to find them."""
+    if path.suffix == ".py":
+        raise UserError(f"{path} is a Python program, which is not read: give the command that starts it, in a script")
     try:
         script = read_script(path.read_text(), str(path), os.environ)
     except OSError as error:
@@ -93,9 +103,9 @@ def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]
     if not started:
         raise UserError(f"{path} has no command that starts {program}: give the script that does, or another --from")
     name, arguments = started[-1]
-    for part, what in NOT_RL.items():
-        if part in name.rpartition("/")[2]:
-            raise UserError(f"{path} starts {name}, which is {what}")
+    for word in re.findall(r"[a-z]+", name.rpartition("/")[2].removesuffix(".py")):
+        if word in NOT_CONVERTED:
+            raise UserError(f"{path} starts {name}, which is {NOT_CONVERTED[word]}")
     if len(started) > 1:
         return arguments, (*script.assumptions, f"of {len(started)} commands the last one counts, {name}")
     return arguments, script.assumptions
@@ -146,6 +156,29 @@ def _at_home(value: Value) -> Value:
     if isinstance(value, list | tuple):
         return [_at_home(item) for item in value]
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def _read_toml(path: Path) -> dict[str, Value]:
+    """Reads TOML; a list of tables becomes a table by position."""
+
+    def numbered(value: Value) -> Value:
+        if isinstance(value, Mapping):
+            return {name: numbered(inner) for name, inner in value.items()}
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            return {str(position): numbered(item) for position, item in enumerate(value)}
+        return value
+
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {in_one_line(str(error))}") from None
+    if "orchestrator" not in tree:
+        raise UserError(
+            f"{path} has no section orchestrator, so it starts no reinforcement learning: see `ratchet sft`"
+        )
+    return {name: numbered(value) for name, value in tree.items()}
 
 
 def _leaves(tree: Mapping[str, Value], prefix: str = "") -> Iterator[tuple[str, Value]]:

@@ -158,8 +158,15 @@ def refused(theirs: str | Iterable[str], why: str, *, unless: Iterable[Value] = 
     def convert(settings: Settings) -> Converted:
         row = Counterpart(names, (), why, convert)
         given = [key for key, value in settings.given.items() if row.matches(key) and value is not None]
-        if mistakes := [key for key in given if yaml_text(settings[key]) not in neutral]:
-            raise UserError("\n".join(f"{key} is {yaml_text(settings[key])}: {why}" for key in mistakes))
+        mistakes = {}
+        for key in given:
+            if yaml_text(settings[key]) not in neutral:
+                # the keys of a section are one mistake
+                section = next((name[:-2] for name in names if name.endswith(".*") and key.startswith(name[:-1])), key)
+                what = f"{key} is {yaml_text(settings[key])}" if section == key else f"{section} is set ({key})"
+                mistakes.setdefault(section, f"{what}: {why}")
+        if mistakes:
+            raise UserError("\n".join(mistakes.values()))
         raise NoEqual("it is so here")
 
     return Counterpart(names, (), why, convert)
