@@ -22,9 +22,8 @@ from ratchet.rlhf.errors import UserError
 
 TABLES = Path(__file__).with_suffix(".md")
 ENDINGS = (".sh", ".slurm", ".toml", ".yaml", ".py")
-ELSEWHERE = "no training by reinforcement learning is started"
-OTHERS = (" starts ", " has no section orchestrator", " has no command that starts", " has no settings of")
-"""Parts of the errors of files that are no examples of reinforcement learning."""
+OTHERS = "starts |has no section orchestrator|has no command that starts|has no settings of"
+"""Beginnings of the errors of files that start no training, or another one."""
 
 
 def examples(folder: Path) -> Iterator[Path]:
@@ -35,8 +34,12 @@ def examples(folder: Path) -> Iterator[Path]:
 
 def _command(path: Path) -> str | None:
     """Returns the first command line in a program's docstring that starts the program with options."""
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    lines = iter(docstring.splitlines())
+    texts = [
+        node.value.value
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    lines = iter("\n".join(text for text in texts if isinstance(text, str)).splitlines())
     for line in lines:
         words = line.strip()
         if not re.match(r"(\w+=\S+ )*(python|accelerate|trl) ", words):
@@ -65,17 +68,14 @@ def problems(path: Path, program: str) -> list[str]:
 
 def table(program: str, folder: Path, at: str) -> str:
     results = {str(path.relative_to(folder)): problems(path, program) for path in examples(folder)}
-    others = {
-        name for name, reasons in results.items() if any(part.strip() in reasons[0][:40] for part in OTHERS if reasons)
-    }
-    trained = {name: reasons for name, reasons in results.items() if name not in others}
-    good = sum(not reasons for reasons in trained.values())
+    others = [name for name, reasons in results.items() if reasons and re.match(OTHERS, reasons[0])]
+    trainings = [name for name in results if name not in others]
+    good = sum(not results[name] for name in trainings)
     lines = [
-        f"### {program}\n\n{at}: {good} of {len(trained)} examples convert to a valid config. {len(others)} other files "
-        "start something else, or nothing that can be read.\n",
+        f"### {program}\n",
+        f"{at}: {good} of {len(trainings)} examples convert. The {len(others)} files at the end start no such training.\n",
         "| example | result |\n|---|---|",
-        *(f"| `{name}` | {_shown(reasons)} |" for name, reasons in trained.items()),
-        *(f"| `{name}` | {_shown(results[name])} |" for name in sorted(others)),
+        *(f"| `{name}` | {_shown(results[name])} |" for name in [*trainings, *others]),
     ]
     return "\n".join(lines) + "\n"
 

@@ -22,18 +22,20 @@ STARTS = {"verl": ("verl", "dapo", "ppo"), "trl": ("trl", ".py"), "openrlhf": ("
 """Parts of the names of modules and files that start each program."""
 
 
-FINE_TUNING, PAIRS = "supervised fine-tuning: see `ratchet sft`", "learning from pairs or labels, which is not here"
+FINE_TUNING, PAIRS = "supervised fine-tuning: see `ratchet sft`", "learning from pairs or labels is not here"
 REWARD_MODEL, OTHER = (
-    "the training of a reward model: see `ratchet reward-model`",
-    "another trainer than GRPO's or PPO's",
+    "a reward model: see `ratchet reward-model`",
+    "a trainer that is not converted; GRPO's and PPO's are",
 )
 NOT_CONVERTED = {
     **dict.fromkeys(("sft",), FINE_TUNING),
     **dict.fromkeys(("rm", "prm", "reward", "modeling"), REWARD_MODEL),
     **dict.fromkeys(("dpo", "kto", "bco", "cpo", "orpo", "tpo", "mpo"), PAIRS),
     **dict.fromkeys(("generation", "eval", "serve"), "no training: see `ratchet eval`"),
-    **dict.fromkeys(("rloo", "xpo", "nash", "gkd", "gold", "distillation", "sdft", "sdpo", "ssd", "async"), OTHER),
-    "vlm": "training with images: models see text only here",
+    **dict.fromkeys(
+        ("rloo", "online", "xpo", "nash", "gkd", "gold", "distillation", "sdft", "sdpo", "ssd", "async"), OTHER
+    ),
+    "vlm": "it trains with images, and models see text only here",
 }
 """What modules and files of these programs start besides, by the words of their names."""
 
@@ -80,7 +82,8 @@ def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
     source = max(sources, key=lambda source: sum(source.counterpart(key) is not None for key in settings))
     names = {source.today(key): key for key in settings}
     today = {source.today(key): _at_home(value) for key, value in settings.items()}
-    if not any(source.counterpart(key) is not None for key in today):
+    known = sum(source.counterpart(key) is not None for key in today)
+    if known == 0 or known < len(today) / 2:  # a few names are common to many programs
         raise UserError(f"{path} has no settings of {source.name}: give the file, or another --from")
     return Given(source, str(path), today, names, assumptions)
 
@@ -105,7 +108,7 @@ def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]
     name, arguments = started[-1]
     for word in re.findall(r"[a-z]+", name.rpartition("/")[2].removesuffix(".py")):
         if word in NOT_CONVERTED:
-            raise UserError(f"{path} starts {name}, which is {NOT_CONVERTED[word]}")
+            raise UserError(f"{path} starts {name}: {NOT_CONVERTED[word]}")
     if len(started) > 1:
         return arguments, (*script.assumptions, f"of {len(started)} commands the last one counts, {name}")
     return arguments, script.assumptions

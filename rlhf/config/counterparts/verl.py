@@ -279,6 +279,16 @@ def _validation_temperature(settings: Settings) -> Converted:
     return {"validation.temperature": settings[f"{ROLLOUT}.val_kwargs.temperature"] if samples else 0.0}
 
 
+def _validation_draws(name: str) -> Conversion:
+    def convert(settings: Settings) -> Converted:
+        own, training = settings[f"{ROLLOUT}.val_kwargs.{name}"], settings[f"{ROLLOUT}.{name}"]
+        if own == training:
+            raise NoEqual(f"validation samples with rollout.{name} unless told")
+        return {f"validation.{name}": max(settings.number(f"{ROLLOUT}.val_kwargs.{name}"), 0)}
+
+    return convert
+
+
 def _engine(settings: Settings) -> Converted:
     name = settings[f"{ROLLOUT}.name"]
     if name is None:
@@ -755,12 +765,13 @@ SERVING = (
 )
 """Settings of verl's inference engines that change their speed and memory."""
 
+OVERRIDES = (
+    *("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "num_hidden_layers"),
+    *("rope_scaling", "rope_scaling.*", "rope_theta", "moe_config.freeze_moe_router", "output_router_logits"),
+)
+"""Keys of a model's config.json that change what it computes."""
+
 _REFUSED = (
-    refused(
-        (f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.top_k"),
-        "validation samples with rollout.top_p, top_k and min_p: remove it",
-        unless=(1, 1.0, -1),
-    ),
     refused(
         ("data.image_key", "data.video_key", "data.audio_key"), f"the rows have images, videos or sounds: {TEXT_ONLY}"
     ),
@@ -828,9 +839,8 @@ _REFUSED = (
     refused(f"{MODEL}.exclude_modules", "model.lora.target_modules names the layers that get adapters: remove it"),
     refused(
         (
-            f"{MODEL}.override_config.*",
+            *(f"{model}.override_config.{name}" for model in (MODEL, "critic.model") for name in OVERRIDES),
             f"{MODEL}.external_lib",
-            "critic.model.override_config.*",
             "critic.model.external_lib",
         ),
         "the model is that in model.path, with its config.json: change it there",
@@ -1019,6 +1029,14 @@ _NOT_NEEDED = (
             )
         ),
         "changes memory and speed only",
+    ),
+    without_equal(
+        tuple(
+            f"{model}.override_config.{name}"
+            for model in (MODEL, "critic.model")
+            for name in ("max_position_embeddings", "model_config.max_position_embeddings", "attn_implementation")
+        ),
+        "the model's own config.json decides; see model.attention",
     ),
     without_equal(
         f"{MODEL}.mtp.*", "layers that predict several tokens are not trained, and do not speed up generation"
@@ -1288,6 +1306,10 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         _validation(_validation_temperature),
         "0: greedy, which is verl's default",
     ),
+    *(
+        computed(f"{ROLLOUT}.val_kwargs.{name}", f"validation.{name}", _validation(_validation_draws(name)), note)
+        for name, note in (("top_p", ""), ("top_k", "-1 is 0"))
+    ),
     computed(
         "trainer.val_before_train",
         "validation.before_train",
@@ -1340,9 +1362,12 @@ DEFAULTS: dict[str, Value] = {
     f"{ROLLOUT}.n": 1,
     f"{ROLLOUT}.temperature": 1.0,
     f"{ROLLOUT}.top_p": 1.0,
+    f"{ROLLOUT}.top_k": -1,
     f"{ROLLOUT}.tensor_model_parallel_size": 2,
     f"{ROLLOUT}.gpu_memory_utilization": 0.5,
     f"{ROLLOUT}.val_kwargs.temperature": 0.0,
+    f"{ROLLOUT}.val_kwargs.top_p": 1.0,
+    f"{ROLLOUT}.val_kwargs.top_k": -1,
     f"{ROLLOUT}.val_kwargs.n": 1,
     "reward.custom_reward_function.name": "compute_score",
     "algorithm.adv_estimator": "gae",
