@@ -1,6 +1,6 @@
 """Converts the examples of another program, and says which ones convert and why the others do not.
 
-    python benchmarks/peers.py verl /path/to/verl/examples --at 'v0.9.0, 1dda039b (2026-08-22)'
+    python benchmarks/peers.py verl /path/to/verl/examples --at 'Commit 1dda039 of 2026-08-22'
 
 It reads the shell scripts, TOML and YAML files in the folder, and the command lines in the docstrings of Python
 programs. An example converts if its config is valid: no model is loaded and no data is read. The table of the program
@@ -73,7 +73,7 @@ def table(program: str, folder: Path, at: str) -> str:
     good = sum(not results[name] for name in trainings)
     lines = [
         f"### {program}\n",
-        f"{at}: {good} of {len(trainings)} examples convert. The {len(others)} files at the end start no such training.\n",
+        f"{at}: {good} of {len(trainings)} trainings convert. The last {len(others)} files start others, or none.\n",
         "| example | result |\n|---|---|",
         *(f"| `{name}` | {_shown(results[name])} |" for name in [*trainings, *others]),
     ]
@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", choices=("verl", "trl", "openrlhf", "prime-rl"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--at", default="", help="version, commit and date of the examples")
+    parser.add_argument("--at", default="", help="commit and date of the examples")
     arguments = parser.parse_args()
     for name in list(os.environ):
         del os.environ[name]  # scripts read variables

@@ -106,7 +106,9 @@ def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]
     if not started:
         raise UserError(f"{path} has no command that starts {program}: give the script that does, or another --from")
     name, arguments = started[-1]
-    for word in re.findall(r"[a-z]+", name.rpartition("/")[2].removesuffix(".py")):
+    # a launcher has the module as its first argument
+    module = next((text for text in arguments[:1] if re.fullmatch(r"[\w.]+", text)), name)
+    for word in re.findall(r"[a-z]+", f"{name.rpartition('/')[2]}.{module}".removesuffix(".py")):
         if word in NOT_CONVERTED:
             raise UserError(f"{path} starts {name}: {NOT_CONVERTED[word]}")
     if len(started) > 1:

@@ -89,6 +89,8 @@ def comments(converted: Conversion) -> str:
         ("run a 2>&1 | tee log.txt", ["run", "a"]),
         ("n=2; run ${A:-$((n + 1))} ${SET:-$((n))}", ["run", "3", "given"]),
         ('A="\n  a=1 \\\n  b=$SET"; B="c=3"; A="$A $B"; run $A', ["run", "a=1", "b=given", "c=3"]),
+        ('n=3; srun bash -c "run a=$n \\\n b=\\"c\\"" &', ["run", "a=3", "b=c"]),
+        ("n=3; read -r -d '' given <<EOF\na=$n \\\n  b=2\nEOF\nrun $given", ["run", "a=3", "b=2"]),
         ('if [ "$#" -lt 2 ]; then exit 1; fi; run "$#"', ["run", "100"]),
     ],
 )

@@ -734,6 +734,13 @@ def _router_replay(sections: Iterable[str]) -> tuple[Counterpart, ...]:
     )
 
 
+def _critic_loss(settings: Settings) -> Converted:
+    key = "critic.loss_agg_mode" if settings.has("critic.loss_agg_mode") else f"{ACTOR}.loss_agg_mode"
+    if settings[key] != "token-mean":
+        raise UserError(f"{key} is {settings[key]}, and the critic's loss is token-mean: set critic.loss_agg_mode so")
+    raise NoEqual("the critic's loss is token-mean")
+
+
 def _of_the_critic(row: Counterpart) -> Counterpart:
     """Limits a row to runs with a critic."""
 
@@ -764,6 +771,8 @@ SERVING = (
     *("skip_tokenizer_init", "moe_load_balance_metrics_interval", "profiler.*", "disaggregation.*", "mtp.*", "qat.*"),
 )
 """Settings of verl's inference engines that change their speed and memory."""
+
+LOG_PROB_SIZES = ("micro_batch_size_per_gpu", "micro_batch_size", "max_token_len_per_gpu", "use_dynamic_bsz")
 
 OVERRIDES = (
     *("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "num_hidden_layers"),
@@ -857,7 +866,6 @@ _REFUSED = (
     refused(
         "critic.model.lora_rank", "the critic's adapters are critic.model.lora: set it, and remove this", unless=(0,)
     ),
-    refused("critic.loss_agg_mode", "the critic's loss is token-mean: remove it", unless=("token-mean",)),
     refused(f"{ACTOR}.loss_scale_factor", "seq-mean-token-sum-norm divides by rollout.max_response_tokens: remove it"),
     refused(f"{ACTOR}.calculate_sum_pi_squared", "no advantage reads it: set false"),
     refused(
@@ -961,13 +969,18 @@ _NOT_NEEDED = (
         "one pool serves all roles; see placement (docs/clusters.md)",
     ),
     without_equal(
-        f"{REFERENCE}.*", "the reference computes as the actor does: actor.micro_batch_tokens, actor.engine and so on"
+        (
+            *(
+                f"{REFERENCE}.{name}"
+                for name in (*COMPUTING, "strategy", "rollout_n", "ulysses_sequence_parallel_size")
+            ),
+            *(f"{REFERENCE}.log_prob_{name}" for name in LOG_PROB_SIZES),
+            *(f"{REFERENCE}.{name}.*" for name in ("fsdp_config", "megatron", "veomni", "profiler", "router_replay")),
+        ),
+        "the reference computes as the actor does: actor.micro_batch_tokens, actor.engine and so on",
     ),
     without_equal(
-        tuple(
-            f"{ROLLOUT}.log_prob_{name}"
-            for name in ("micro_batch_size_per_gpu", "micro_batch_size", "max_token_len_per_gpu", "use_dynamic_bsz")
-        ),
+        tuple(f"{ROLLOUT}.log_prob_{name}" for name in LOG_PROB_SIZES),
         "log-probs are computed in actor.micro_batch_tokens",
     ),
     without_equal(f"{ROLLOUT}.mode", "vLLM always serves requests one by one; rollout.mode is something else"),
@@ -1041,7 +1054,7 @@ _NOT_NEEDED = (
     without_equal(
         f"{MODEL}.mtp.*", "layers that predict several tokens are not trained, and do not speed up generation"
     ),
-    without_equal(f"{MODEL}.lora.*", "only lora.rank turns adapters on"),
+    without_equal(f"{MODEL}.lora.*", "only lora.rank turns Megatron's adapters on"),
     without_equal(
         (
             "critic.model.lora_alpha",
@@ -1281,6 +1294,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         for row in (
             direct("critic.model.path", "critic.model.path"),
             direct("critic.cliprange_value", "critic.cliprange_value"),
+            computed("critic.loss_agg_mode", (), _critic_loss, "the critic's loss is token-mean"),
             direct("trainer.critic_warmup", "critic.warmup_iterations"),
             *_trainer("critic", "critic", "critic.fsdp", "critic.model"),
         )
