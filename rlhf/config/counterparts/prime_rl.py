@@ -39,7 +39,8 @@ def _model(settings: Settings) -> Converted:
 
 def _sources(settings: Settings, section: str) -> dict[str, dict[str, Value]]:
     """Returns the settings of the environments in a section, by their position."""
-    prefix, sources = f"{section}.source.", {}
+    prefix = f"{section}.source."
+    sources: dict[str, dict[str, Value]] = {}
     for key, value in settings.given.items():
         if key.startswith(prefix):
             number, _, name = key.removeprefix(prefix).partition(".")

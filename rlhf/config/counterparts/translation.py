@@ -158,7 +158,7 @@ def refused(theirs: str | Iterable[str], why: str, *, unless: Iterable[Value] = 
     def convert(settings: Settings) -> Converted:
         row = Counterpart(names, (), why, convert)
         given = [key for key, value in settings.given.items() if row.matches(key) and value is not None]
-        mistakes = {}
+        mistakes: dict[str, str] = {}
         for key in given:
             if yaml_text(settings[key]) not in neutral:
                 # the keys of a section are one mistake
