@@ -31,7 +31,7 @@ NOT_CONVERTED = {
     **dict.fromkeys(("sft",), FINE_TUNING),
     **dict.fromkeys(("rm", "prm", "reward", "modeling"), REWARD_MODEL),
     **dict.fromkeys(("dpo", "kto", "bco", "cpo", "orpo", "tpo", "mpo"), PAIRS),
-    **dict.fromkeys(("generation", "eval", "serve"), "no training: see `ratchet eval`"),
+    **dict.fromkeys(("generation", "eval", "serve"), "no training: see `ratchet evaluate`"),
     **dict.fromkeys(
         ("rloo", "online", "xpo", "nash", "gkd", "gold", "distillation", "sdft", "sdpo", "ssd", "async"), OTHER
     ),

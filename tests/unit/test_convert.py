@@ -568,7 +568,7 @@ def test_other_programs_settings_are_refused_by_name_too(
     ("start", "program", "says"),
     [
         ("torchrun -m verl.trainer.sft_trainer", "verl", "supervised fine-tuning: see `ratchet sft`"),
-        ("python3 -m verl.trainer.main_generation_server", "verl", "no training: see `ratchet eval`"),
+        ("python3 -m verl.trainer.main_generation_server", "verl", "no training: see `ratchet evaluate`"),
         ("trl rloo", "trl", "a trainer that is not converted"),
         ("python examples/scripts/online_dpo.py", "trl", "a trainer that is not converted"),
         ("python examples/scripts/grpo_vlm.py", "trl", IMAGES),

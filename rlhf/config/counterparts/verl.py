@@ -889,7 +889,7 @@ _REFUSED = (
     refused("critic.enable", "algorithm.adv_estimator decides: remove it"),
     refused(f"{DISTILLATION}.policy_loss_mode", "the loss is ppo: set vanilla", unless=("vanilla",)),
     refused("distillation.teacher_key", "there is one teacher: remove it", unless=("data_source",)),
-    refused("trainer.val_only", "this converts trainings: `ratchet eval` only measures"),
+    refused("trainer.val_only", "this converts trainings: `ratchet evaluate` only measures"),
     refused("trainer.v1.trainer_mode", "see rollout.mode, and set sync", unless=("sync",)),
     refused("trainer.v1.sampler.custom_sampler.*", "prompts are drawn as data.train says: remove it"),
     refused(
