@@ -121,7 +121,8 @@ def _overrides(where: str, arguments: Sequence[str]) -> dict[str, Value]:
     settings: dict[str, Value] = {}
     for before, argument in zip(["", *arguments], arguments, strict=False):
         key, equals, text = argument.partition("=")
-        if argument.startswith("-") or (not equals and before.startswith("-") and "=" not in before):
+        is_value = not equals and before.startswith("-") and "=" not in before
+        if argument.startswith(("-", "hydra.")) or is_value:
             continue  # an option of Hydra, such as --config-name, or its value
         if argument.startswith("~"):
             settings.pop(key[1:], None)

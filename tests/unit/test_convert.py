@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from benchmarks.peers import problems, table
 from ratchet.rlhf.config import RunConfig, keys, load_config, parse_config
 from ratchet.rlhf.config.counterparts import SOURCES, Settings, Source
 from ratchet.rlhf.config.engines import FSDPConfig
@@ -466,7 +467,7 @@ def test_verls_switch_of_the_engine_is_read(tmp_path: Path) -> None:
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=8",
     ]
-    converted = convert(script(tmp_path, *QUICKSTART, *given), "verl")
+    converted = convert(script(tmp_path, *QUICKSTART, *given, "hydra.run.dir=x"), "verl")
     actor = converted.config().actor
     assert actor.engine.model_dump(include={"type", "pipeline_parallel", "tensor_parallel"}) == {
         "type": "megatron",
@@ -751,3 +752,22 @@ def test_every_key_of_another_program_is_answered_at_once(tmp_path: Path) -> Non
         load_config(path, ["critic.mini_batch_trajectoris=4"])
     with pytest.raises(UserError, match=r": foo is not a key of the config;"):
         load_config(path, ["foo.bar=4"])
+
+
+def test_a_table_says_which_examples_convert_and_why_others_do_not(tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text(PRIME_RL)
+    (tmp_path / "muon.toml").write_text(PRIME_RL.replace("lr = 3e-6", 'type = "muon"'))
+    (tmp_path / "sft.toml").write_text('[model]\nname = "m"')
+    assert table("prime-rl", tmp_path, "Today").splitlines()[2:] == [
+        "Today: 1 of 2 trainings convert. The last 1 files start others, or none.",
+        "",
+        "| example | result |",
+        "|---|---|",
+        "| `muon.toml` | refused: trainer.optim.type is muon: the optimizer is AdamW: set adamw |",
+        "| `rl.toml` | converts |",
+        "| `sft.toml` | refused: has no section orchestrator, so it starts no reinforcement learning: see `ratchet sft` "
+        "|",
+    ]
+    program = tmp_path / "grpo.py"
+    program.write_text('"""Run it:\n\n```\npython grpo.py \\\n    --dataset_name p.parquet --beta 0\n```\n"""\n')
+    assert problems(program, "trl") == ["model.path is missing: set it"]
