@@ -765,8 +765,8 @@ def test_a_table_says_which_examples_convert_and_why_others_do_not(tmp_path: Pat
         "|---|---|",
         "| `muon.toml` | refused: trainer.optim.type is muon: the optimizer is AdamW: set adamw |",
         "| `rl.toml` | converts |",
-        "| `sft.toml` | refused: has no section orchestrator, so it starts no reinforcement learning: see `ratchet sft` "
-        "|",
+        "| `sft.toml` | refused: has no section orchestrator, so it starts no reinforcement learning: see "
+        "`ratchet sft` |",
     ]
     program = tmp_path / "grpo.py"
     program.write_text('"""Run it:\n\n```\npython grpo.py \\\n    --dataset_name p.parquet --beta 0\n```\n"""\n')
