@@ -43,31 +43,47 @@ HEAD = """# Configuration
 Generated from the models in `rlhf/config/` by `make docs`; `ratchet train --help` prints the same keys. Set a key
 in the YAML file (as nested sections) or on the command line (`a.b=c`). Unknown keys are errors. Where a `type` selects
 an algorithm, the keys of each choice follow in brackets. [migration.md](migration.md) lists the counterparts of the
-settings of verl, TRL and OpenRLHF.
+settings of verl, TRL, OpenRLHF and prime-rl.
 
 """
 
-MIGRATION = """# Coming from verl, TRL or OpenRLHF
+MIGRATION = """# Coming from verl, TRL, OpenRLHF or prime-rl
 
 Generated from the tables in `rlhf/config/counterparts/` by `make docs`. `ratchet convert` writes a config by these
 tables, and errors about unknown keys quote them:
 
 ```console
 $ ratchet convert run_qwen3_8b_fsdp.sh -o run.yaml
-run.yaml: 41 keys; 8 settings have no counterpart: the comments at its end say why
+run.yaml: 33 keys; 9 settings have no counterpart: the comments at its end say why
 $ ratchet convert trl.yaml --from trl --num_processes 8 -o run.yaml
 $ ratchet convert train_ppo_ray.sh --from openrlhf -o run.yaml
+$ ratchet convert rl.toml --from prime-rl -o run.yaml
 ```
 
-It takes a YAML file, or a shell script that starts the program; a script is read, not run. Variables that the script
+It takes a YAML or TOML file, or a shell script that starts the program; a script is read, not run. Variables that the script
 does not set have the values of this shell, and further settings may follow the file, as on the program's command line.
 Every line of the config says which setting it comes from. Defaults of the program that differ from ours are written
-out. Comments say what was assumed, and which settings have no counterpart. The number of iterations is computed from epochs
-if the data files can be read. Otherwise `train.epochs` is set; with dynamic sampling, which does not go by epochs, the
+out.
+
+A setting that would change what is learned or measured, and has no counterpart, is an error that names it and says what
+to do; so is a setting that the tables do not know. All are named at once. Settings that change only memory, speed,
+rounding, seeds or the order within a batch, and have no counterpart, are comments, as is all that was assumed. The first
+kind may follow the file with another value, or be removed there (`~data.shuffle`, as in Hydra, for verl).
+
+The number of iterations is computed from epochs if the data files can be read. Otherwise `train.epochs` is set; with dynamic sampling, which does not go by epochs, the
 config has no length, and is refused until you set `train.iterations`.
 
 Sizes are converted to these units: `data.prompts_per_iteration` counts prompts, `actor.mini_batch_trajectories`
 trajectories, and `actor.micro_batch_tokens` tokens; all but the last are totals over all processes.
+"""
+PEERS = """
+## Their own examples
+
+The examples of each program, as far as they are command lines or files of settings, converted by
+`benchmarks/peers.py`. One that converts gives a valid config; models and data are not loaded. TRL's programs have data,
+rewards and often the model in their code, so their commands alone lack `data.train`; a YAML file does not say which of
+its trainers it is for, and is read as GRPO's.
+
 """
 
 
@@ -107,7 +123,7 @@ def migration() -> str:
     for source in SOURCES:
         parts.append(f"\n## {source.name}\n\n| {source.name} | here | note |\n|---|---|---|\n")
         parts += [_counterpart(source, row) for row in source.counterparts if row.theirs]
-    return "".join(parts)
+    return "".join([*parts, PEERS, (DOCS.parent / "benchmarks" / "peers.md").read_text()])
 
 
 def _counterpart(source: Source, row: Counterpart) -> str:

@@ -17,11 +17,12 @@ class Program(StrEnum):
     verl = "verl"
     trl = "trl"
     openrlhf = "openrlhf"
+    prime_rl = "prime-rl"
 
 
 def convert(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML settings, or a shell script that starts the program")
+        Path, typer.Argument(metavar="FILE", help="YAML or TOML settings, or a shell script that starts the program")
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="SETTING", help="more settings, as on its command line")
@@ -31,9 +32,10 @@ def convert(
         Path | None, typer.Option("--output", "-o", help="the config to write or replace; by default it is printed")
     ] = None,
 ) -> None:
-    """Convert the settings of verl, TRL or OpenRLHF into a config.
+    """Convert the settings of verl, TRL, OpenRLHF or prime-rl into a config.
 
-    Comments say which settings have no counterpart, and what was assumed.
+    A setting that would change the result and has no counterpart is an error. Comments say which others have none,
+    and what was assumed.
 
     A script is read, not run. Variables that it does not set have the values of this shell.
     """

@@ -27,9 +27,12 @@ class Distillation(Algorithm):
     """
 
     coef: float = Field(1.0, gt=0, description="weight of the teacher beside the advantages of the reward")
+    clamp: float | None = Field(None, gt=0, description="largest size of d that counts (verl's loss_max_clamp)")
     needs: ClassVar[tuple[str, ...]] = ("old_log_probs", "teacher_log_probs")
 
     def __call__(self, log_probs: Tokens, teacher_log_probs: Tokens, mask: Tokens) -> Tokens:
         """Computes the numbers to add to the advantages. `log_probs` are those of the policy that drew the tokens."""
         difference = (teacher_log_probs - log_probs).where(mask > 0, 0.0)
+        if self.clamp is not None:
+            difference = difference.clamp(-self.clamp, self.clamp)
         return self.coef * (difference - difference.sum() / mask.sum().clamp(min=1)) * mask

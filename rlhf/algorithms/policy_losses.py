@@ -354,6 +354,9 @@ class DPPO(TokenLoss):
     """
 
     clip_ratio_c: float = Field(20.0, gt=1, description="truncation of the ratio")
+    kl_coef: float = Field(
+        0.0, ge=0, description="weight of the squared log-ratio, which every token adds to its loss (prime-rl's kl_tau)"
+    )
 
     @abstractmethod
     def inside(self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens) -> Flags:
@@ -366,7 +369,8 @@ class DPPO(TokenLoss):
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.detach().exp()
         inside = self.inside(log_probs.detach(), old_log_probs, advantages)
-        return -advantages * ratio.clamp(max=self.clip_ratio_c) * log_probs * inside, {
+        losses = -advantages * ratio.clamp(max=self.clip_ratio_c) * log_probs * inside
+        return losses + self.kl_coef * log_ratio.square(), {
             "pg_clipfrac": ~inside,
             "pg_clipfrac_lower": (ratio > self.clip_ratio_c) & inside,
             "ppo_kl": -log_ratio,

@@ -810,6 +810,8 @@ class ValidationConfig(Section):
     temperature: float = Field(
         1.0, ge=0, description="sampling temperature; 0: greedy, as in verl (ours: the training's)"
     )
+    top_p: float | None = Field(None, gt=0, le=1, description="as rollout.top_p, for validation; null: the same")
+    top_k: int | None = Field(None, ge=0, description="as rollout.top_k, for validation; null: the same")
     before_train: bool = Field(True, description="validate before the first iteration")
     metric: str | None = Field(
         None,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ratchet.rlhf.algorithms import Advantage, PolicyLoss
 from ratchet.rlhf.config import RunConfig, parse_config, yaml_text
 from ratchet.rlhf.config.counterparts import Assumed, NoEqual, Settings, Value
 from ratchet.rlhf.config.engines import ENGINES
+from ratchet.rlhf.config.reading import models_in
 from ratchet.rlhf.convert.sources import Given, read_settings
 from ratchet.rlhf.errors import UserError, counted
 
@@ -25,6 +28,8 @@ class Line:
     comment: str
     theirs: tuple[str, ...] = ()
     """The other program's keys behind it."""
+    is_default: bool = False
+    """True if it is only a default of the other program."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,8 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
     """Converts a file of another program's settings.
 
     Args:
-        path: a YAML file, or a shell script that starts the program; the script is read, not run.
-        program: the program's name in lower case: verl, trl or openrlhf.
+        path: a YAML or TOML file, or a shell script that starts the program; the script is read, not run.
+        program: the program's name in lower case: verl, trl, openrlhf or prime-rl.
 
     Raises:
         UserError: the file cannot be read, or starts no such program; or settings have the wrong type, one line each.
@@ -109,18 +114,21 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
             reasons |= {key: str(reason) for key in keys}
             continue
         except UserError as error:
-            mistakes[f"{given.where}: {error}"] = None
+            mistakes |= dict.fromkeys(str(error).splitlines())
             continue
         for line in _lines(converted, keys, given):
-            # the first row that sets a key wins
-            lines.setdefault(line.key, line)
+            # the first row that sets a key wins, but for defaults
+            if line.key not in lines or (lines[line.key].is_default and not line.is_default):
+                lines[line.key] = line
+    mistakes |= {_unknown(key, given): None for key, row in owners.items() if row is None}
     if mistakes:
-        raise UserError("\n".join(mistakes))
+        raise UserError("\n".join(f"{given.where}: {mistake}" for mistake in mistakes))
+    lines = {key: line for key, line in lines.items() if not line.is_default or line.value != _default(key, lines)}
     for key in list(lines):
         if engine := _other_engine(key, lines):
             reasons |= dict.fromkeys(lines.pop(key).theirs, f"{engine} has no {key.rpartition('.')[2]}")
     used = {key for line in lines.values() for key in line.theirs}
-    without_equal = {key: reasons.get(key, "no counterpart is known") for key in given.settings if key not in used}
+    without_equal = {key: reasons.get(key, "it changes nothing here") for key in given.settings if key not in used}
     sections = list(RunConfig.model_fields)
     return Conversion(
         tuple(sorted(lines.values(), key=lambda line: sections.index(line.key.split(".")[0]))),
@@ -131,16 +139,23 @@ def convert(path: Path, program: str, overrides: Sequence[str] = ()) -> Conversi
     )
 
 
+def _unknown(key: str, given: Given) -> str:
+    known = sorted({name for row in given.source.counterparts for name in row.theirs if not name.endswith("*")})
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    hint = f"is it {near[0]}? If not, remove it" if near else "remove it"
+    return f"{given.shown(key)} is not a known setting of {given.source.name}: {hint}"
+
+
 def _lines(converted: Mapping[str, Value | Assumed], keys: Sequence[str], given: Given) -> Iterator[Line]:
-    """Yields the lines of a row: all that was given or assumed, and defaults of the program that differ from ours."""
+    """Yields the lines of a row: what was given or assumed, and defaults of the program."""
     names = ", ".join(given.names[key] for key in keys)
     for key, value in converted.items():
         if isinstance(value, Assumed):
             yield Line(key, value.value, f"{names}: {value.why}" if names else value.why, tuple(keys))
         elif keys:
             yield Line(key, value, names, tuple(keys))
-        elif value != _default(key):
-            yield Line(key, value, f"{given.source.name.split()[0]}'s default")
+        else:
+            yield Line(key, value, f"{given.source.name.split()[0]}'s default", is_default=True)
 
 
 def _other_engine(key: str, lines: Mapping[str, Line]) -> str | None:
@@ -148,11 +163,11 @@ def _other_engine(key: str, lines: Mapping[str, Line]) -> str | None:
     holder, _, option = key.rpartition(".")
     if not holder.endswith(".engine"):
         return None
-    chosen = str(lines[holder].value) if holder in lines else str(_default(f"{holder}.type"))
+    chosen = str(lines[holder].value) if holder in lines else str(_default(f"{holder}.type", lines))
     return None if option in ENGINES[chosen].model_fields else f"{holder} {chosen}"
 
 
-def _default(key: str) -> Value:
+def _default(key: str, lines: Mapping[str, Line]) -> Value:
     """Returns our default at a dotted key, or a text that equals no value if there is none."""
     holder, _, option = key.rpartition(".")
     if holder.endswith(".engine") and option != "type":
@@ -160,6 +175,11 @@ def _default(key: str) -> Value:
             engine.model_fields[option].get_default() for engine in ENGINES.values() if option in engine.model_fields
         }
         default: Value = defaults.pop()  # the engines agree
+        return default
+    if holder in ALGORITHMS and option != "type" and f"{holder}.type" in lines:  # the algorithms do not agree
+        kind = lines[f"{holder}.type"].value
+        model = next(model for model in models_in(ALGORITHMS[holder]) if model.model_fields["type"].default == kind)
+        default = model.model_fields[option].get_default(call_default_factory=True)
         return default
     if holder and key.endswith(".engine"):
         key += ".type"
@@ -171,6 +191,7 @@ def _default(key: str) -> Value:
     return config  # type: ignore[return-value]
 
 
+ALGORITHMS = {"algorithm.advantage": Advantage, "algorithm.loss": PolicyLoss}
 DEFAULTS = parse_config({"model": {"path": "model"}, "data": {"train": "prompts"}}, "defaults").model_dump(mode="json")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,7 +44,14 @@ def read_script(text: str, where: str, environment: Mapping[str, str]) -> Script
     shell = _Shell(text.encode(), where, environment)
     with contextlib.suppress(_Exit):
         shell.run(tree.root_node)
-    return Script(tuple(shell.commands), tuple(dict.fromkeys(shell.assumptions)))
+    commands, assumptions = list(shell.commands), list(shell.assumptions)
+    for words in shell.commands:
+        for option, script in itertools.pairwise(words):
+            if option == "-c" and words[words.index(option) - 1].rpartition("/")[2] in ("bash", "sh"):
+                inner = read_script(script, where, environment)
+                commands += inner.commands
+                assumptions += inner.assumptions
+    return Script(tuple(commands), tuple(dict.fromkeys(assumptions)))
 
 
 class _Exit(Exception):
@@ -101,7 +109,7 @@ class _Shell:
             "list": self._list,
             "pipeline": lambda pipeline: self.run(pipeline.named_children[0]),
             "negated_command": lambda negated: not self.run(negated.named_children[0]),
-            "redirected_statement": lambda redirected: self.run(redirected.named_children[0]),
+            "redirected_statement": self._redirected,
             "test_command": lambda test: self._test(test.named_children[0]) if test.named_children else False,
             "if_statement": self._if,
             "case_statement": self._case,
@@ -151,7 +159,17 @@ class _Shell:
             raise self._error(node, "is not understood: write it as [ ... ]")
         self.commands.append(tuple(words))
         # other commands are not run, and count as failed
-        return words[0] in ("echo", "true", ":", "set", "export", "cd", "mkdir")
+        return words[0] in ("echo", "true", ":", "set", "export", "cd", "mkdir", "pip")
+
+    def _redirected(self, node: Node) -> bool:
+        succeeds = self.run(node.named_children[0])
+        for document in (child for child in node.named_children if child.type == "heredoc_redirect"):
+            body = next((child for child in document.named_children if child.type == "heredoc_body"), None)
+            if self.commands and self.commands[-1][0] == "read" and body is not None:
+                inner = [child for child in body.named_children if child.type != "heredoc_content"]
+                text = self._joined(body.start_byte, inner, body.end_byte)
+                self.variables[self.commands[-1][-1]] = [text.replace("\\\n", "")]
+        return succeeds
 
     def _list(self, node: Node) -> bool:
         first, second = node.named_children[0], node.named_children[-1]
@@ -243,7 +261,9 @@ class _Shell:
             return [re.sub(r'\\([$`"\\])', r"\1", self._text(node).replace("\\\n", ""))]
         if node.type in ("simple_expansion", "expansion"):
             return self._variable(node)
-        if node.type == "arithmetic_expansion":
+        # within ${a:-...}, tree-sitter takes the latter for a command
+        is_arithmetic = node.type == "command_substitution" and self._text(node).startswith("$((")
+        if node.type == "arithmetic_expansion" or is_arithmetic:
             return [str(self._arithmetic(node, self._text(node)[3:-2].strip()))]
         if node.type == "command_substitution":
             return [self._substituted(node)]
@@ -263,11 +283,22 @@ class _Shell:
         return self._text(node) in ("$@", "${@}") or (node.type == "expansion" and "[@]" in self._text(node))
 
     def _variable(self, node: Node) -> list[str]:
-        text = self._text(node).removeprefix("$").removeprefix("{").removesuffix("}")
+        # in a string, a space before the variable may be part of its node
+        before, text = self._text(node).split("$", 1)
+        text = text.removeprefix("{").removesuffix("}")
+        if before:
+            return [before + " ".join(self._value(node, text))]
+        return self._value(node, text)
+
+    def _value(self, node: Node, text: str) -> list[str]:
+        """Returns the words of a variable; `text` is the expansion without its sign and braces."""
         match = re.match(r"(\w+|[@*#?])(\[[@*0-9]+\])?(:?[-=+?])?", text, re.DOTALL)
         if match is None or (match.end() < len(text) and match[3] is None):
             raise self._error(node, "is not understood: write the value out")
         name, index, sign = match.groups()
+        if name == "#":
+            self._assume(node, "the script has as many arguments as it wants")
+            return ["100"]
         values = self.variables.get(name)
         if values is None and name in self.environment:
             values = [self.environment[name]]
@@ -277,7 +308,7 @@ class _Shell:
             values = values[:1]
         is_set = bool(values) and (any(values or ()) or not (sign or "").startswith(":"))
         if sign is None:
-            if values is None and name not in ("@", "*", "#", "?"):
+            if values is None and name not in ("@", "*", "?"):
                 self._assume(node, f"{name} is not set: it is taken as empty")
             return values or ([] if index is not None or name in "@*" else [""])
         if sign.endswith("+"):

@@ -1,9 +1,10 @@
-"""Reads the settings of another program from a YAML file, a shell script or a command line."""
+"""Reads the settings of another program from a YAML or TOML file, a shell script or a command line."""
 
 from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,28 @@ from ratchet.rlhf.config.counterparts import SOURCES, Source, Value
 from ratchet.rlhf.config.published import SECRET
 from ratchet.rlhf.config.reading import plain_value
 from ratchet.rlhf.convert.shell import launches, read_script
-from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError, in_one_line
 
-STARTS = {"verl": ("verl", "dapo", "ppo"), "trl": ("trl", ".py"), "openrlhf": ("openrlhf",)}
+STARTS = {"verl": ("verl", "dapo", "ppo"), "trl": ("trl", ".py"), "openrlhf": ("openrlhf",), "prime-rl": ("prime_rl",)}
 """Parts of the names of modules and files that start each program."""
+
+
+FINE_TUNING, PAIRS = "supervised fine-tuning: see `ratchet sft`", "learning from pairs or labels is not here"
+REWARD_MODEL, OTHER = (
+    "a reward model: see `ratchet reward-model`",
+    "a trainer that is not converted; GRPO's and PPO's are",
+)
+NOT_CONVERTED = {
+    **dict.fromkeys(("sft",), FINE_TUNING),
+    **dict.fromkeys(("rm", "prm", "reward", "modeling"), REWARD_MODEL),
+    **dict.fromkeys(("dpo", "kto", "bco", "cpo", "orpo", "tpo", "mpo"), PAIRS),
+    **dict.fromkeys(("generation", "eval", "serve"), "no training: see `ratchet evaluate`"),
+    **dict.fromkeys(
+        ("rloo", "online", "xpo", "nash", "gkd", "gold", "distillation", "sdft", "sdpo", "ssd", "async"), OTHER
+    ),
+    "vlm": "it trains with images, and models see text only here",
+}
+"""What modules and files of these programs start besides, by the words of their names."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,7 @@ class Given:
 
 
 def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
-    """Reads another program's settings from a YAML file or a shell script, and from its command line's `overrides`.
+    """Reads another program's settings from a file, and from its command line's `overrides`.
 
     Raises:
         UserError: the file cannot be read, or starts no such program.
@@ -50,6 +69,8 @@ def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
     if path.suffix in (".yaml", ".yml", ".json"):
         settings = _resolved(dict(_leaves(read_yaml(path))))
         arguments: Sequence[str] = ()
+    elif path.suffix == ".toml":
+        settings, arguments = dict(_leaves(_read_toml(path))), ()
     else:
         settings = {}
         arguments, assumptions = _arguments(path, program)
@@ -61,13 +82,16 @@ def read_settings(path: Path, program: str, overrides: Sequence[str]) -> Given:
     source = max(sources, key=lambda source: sum(source.counterpart(key) is not None for key in settings))
     names = {source.today(key): key for key in settings}
     today = {source.today(key): _at_home(value) for key, value in settings.items()}
-    if not any(source.counterpart(key) is not None for key in today):
+    known = sum(source.counterpart(key) is not None for key in today)
+    if known == 0 or known < len(today) / 2:  # a few names are common to many programs
         raise UserError(f"{path} has no settings of {source.name}: give the file, or another --from")
     return Given(source, str(path), today, names, assumptions)
 
 
 def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]]:
     """Returns the arguments with which a script starts the program, and the assumptions made to find them."""
+    if path.suffix == ".py":
+        raise UserError(f"{path} is a Python program, which is not read: give the command that starts it, in a script")
     try:
         script = read_script(path.read_text(), str(path), os.environ)
     except OSError as error:
@@ -82,6 +106,11 @@ def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]
     if not started:
         raise UserError(f"{path} has no command that starts {program}: give the script that does, or another --from")
     name, arguments = started[-1]
+    # a launcher has the module as its first argument
+    module = next((text for text in arguments[:1] if re.fullmatch(r"[\w.]+", text)), name)
+    for word in re.findall(r"[a-z]+", f"{name.rpartition('/')[2]}.{module}".removesuffix(".py")):
+        if word in NOT_CONVERTED:
+            raise UserError(f"{path} starts {name}: {NOT_CONVERTED[word]}")
     if len(started) > 1:
         return arguments, (*script.assumptions, f"of {len(started)} commands the last one counts, {name}")
     return arguments, script.assumptions
@@ -92,7 +121,8 @@ def _overrides(where: str, arguments: Sequence[str]) -> dict[str, Value]:
     settings: dict[str, Value] = {}
     for before, argument in zip(["", *arguments], arguments, strict=False):
         key, equals, text = argument.partition("=")
-        if argument.startswith("-") or (not equals and before.startswith("-") and "=" not in before):
+        is_value = not equals and before.startswith("-") and "=" not in before
+        if argument.startswith(("-", "hydra.")) or is_value:
             continue  # an option of Hydra, such as --config-name, or its value
         if argument.startswith("~"):
             settings.pop(key[1:], None)
@@ -132,6 +162,29 @@ def _at_home(value: Value) -> Value:
     if isinstance(value, list | tuple):
         return [_at_home(item) for item in value]
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def _read_toml(path: Path) -> dict[str, Value]:
+    """Reads TOML; a list of tables becomes a table by position."""
+
+    def numbered(value: Value) -> Value:
+        if isinstance(value, Mapping):
+            return {name: numbered(inner) for name, inner in value.items()}
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            return {str(position): numbered(item) for position, item in enumerate(value)}
+        return value
+
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {in_one_line(str(error))}") from None
+    if "orchestrator" not in tree:
+        raise UserError(
+            f"{path} has no section orchestrator, so it starts no reinforcement learning: see `ratchet sft`"
+        )
+    return {name: numbered(value) for name, value in tree.items()}
 
 
 def _leaves(tree: Mapping[str, Value], prefix: str = "") -> Iterator[tuple[str, Value]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress
 
 from ratchet.infra.execution.driver import Driver
@@ -59,6 +60,8 @@ class ValidateConfig(StageConfig):
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     n: int = key("validation.n")
     temperature: float = key("validation.temperature")
+    top_p: float | None = key("validation.top_p")
+    top_k: int | None = key("validation.top_k")
     solved_score: float | None = key("validation.solved_score")
     reward: RewardConfig = section("reward")
     data: str = key("validation.data", operational=True)
@@ -87,6 +90,10 @@ def prompts_of(context: Context[ValidateConfig]) -> Prompts:
     numbers = range(first, min(first + config.prompts_per_shard, len(dataset)))
     seed = config.seed + 1  # different noise from the training prompts with the same numbers
     sampling = Sampling.of(config.response, temperature=config.temperature, seed=seed)
+    if config.top_p is not None:
+        sampling = replace(sampling, top_p=config.top_p)
+    if config.top_k is not None:
+        sampling = replace(sampling, top_k=config.top_k)
     rows = [(number, number) for number in numbers]
     return Prompts(dataset, rows, config.prompt, config.n, sampling, config.environment, config.agent)
 

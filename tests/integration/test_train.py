@@ -238,12 +238,17 @@ def test_shards_are_scored_while_others_are_generated(ratchet: Ratchet) -> None:
 
 
 def test_a_finished_run_goes_on_and_is_left_alone(ratchet: Ratchet, workspace: Path) -> None:
-    validated = {"validation__data": str(workspace / "held_out.parquet")}
+    # the training draws from all tokens, the validation only the likeliest one
+    validated = {"validation": {"data": str(workspace / "held_out.parquet"), "n": 3, "top_k": 1}}
     done(ratchet(train__iterations=1))
     done(ratchet(train__iterations=2, **validated))
     then = ratchet.history
     assert then.state.iteration == 2
-    assert then.run.validation()["iteration"].unique().tolist() == [2]
+    validation = then.run.validation()
+    assert validation["iteration"].unique().tolist() == [2]
+    assert validation.groupby("prompt")["response"].agg(["size", "nunique"]).drop_duplicates().values.tolist() == [
+        [3, 1]
+    ]
     again = ratchet(train__iterations=2, **validated)
     done(again)
     fewer = ratchet(train__iterations=1, **validated)

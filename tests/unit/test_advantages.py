@@ -33,6 +33,7 @@ from ratchet.rlhf.algorithms.advantages import (
     TurnGAE,
 )
 from ratchet.rlhf.algorithms.base import Algorithm
+from ratchet.rlhf.algorithms.distillation import Distillation
 from ratchet.rlhf.algorithms.groups import Groups
 from ratchet.rlhf.errors import UserError
 from tests.padded import GARBAGE, Batch, batches, members, padded, properties, rows, spoiled
@@ -441,3 +442,10 @@ def test_scores_that_differ_in_their_last_bit_are_compared(dtype: torch.dtype, s
 @properties
 def test_large_finite_inputs_give_finite_output(kind: type[Algorithm], batch: Batch) -> None:
     assert estimate(kind, batch).isfinite().all()
+
+
+def test_a_teachers_opinion_may_be_clamped() -> None:
+    """d is -8, 4 and 3, or at most 5 in size; the mean over the first two is subtracted."""
+    drawn, teacher, mask = tensor([-1, -9, -4]), tensor([-9, -5, -1]), tensor([1, 1, 0])
+    assert torch.equal(Distillation()(drawn, teacher, mask), tensor([-6, 6, 0]))
+    assert torch.equal(Distillation(clamp=5)(drawn, teacher, mask), tensor([-4.5, 4.5, 0]))

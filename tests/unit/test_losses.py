@@ -140,6 +140,11 @@ HERE = row(1, 1, 1, 1, 0)
         # binary divergences: 0.0204, 0.1438; the third rises; 0.3681
         (DPPOKL(clip_ratio_low=0.4, clip_ratio_high=0.02), [0, 0, 1.75, 5 / 9]),
         (DPPOKL(clip_ratio_low=0.3, clip_ratio_high=0.1), [1.2, 0, 1.75, 0]),
+        # minus the slope of the squared log-ratio, 2 c log(ratio) / A, also where the first term has none
+        (
+            DPPOTV(clip_ratio_low=0.3, clip_ratio_high=0.2, kl_coef=0.25),
+            [1.2 - math.log(1.2) / 2, -math.log(1.5) / 2, 1.75 + math.log(1.75) / 4, math.log(5 / 9) / 4],
+        ),
         # minus the penalty's slope, beta log(ratio) / A
         (
             DRO(dro_beta=0.5),

@@ -5,6 +5,7 @@
 
 from ratchet.rlhf.config.counterparts.answers import answers
 from ratchet.rlhf.config.counterparts.openrlhf import OPENRLHF
+from ratchet.rlhf.config.counterparts.prime_rl import PRIME_RL
 from ratchet.rlhf.config.counterparts.translation import (
     Assumed,
     Converted,
@@ -18,4 +19,4 @@ from ratchet.rlhf.config.counterparts.trl import GRPO, PPO
 from ratchet.rlhf.config.counterparts.verl import VERL
 
 __all__ = ["SOURCES", "Assumed", "Converted", "Counterpart", "NoEqual", "Settings", "Source", "Value", "answers"]
-SOURCES: tuple[Source, ...] = (VERL, GRPO, PPO, OPENRLHF)
+SOURCES: tuple[Source, ...] = (VERL, GRPO, PPO, OPENRLHF, PRIME_RL)

@@ -28,8 +28,10 @@ from ratchet.rlhf.config.counterparts.translation import (
     Value,
     computed,
     direct,
+    refused,
     without_equal,
 )
+from ratchet.rlhf.errors import UserError
 
 ESTIMATORS: dict[str, Value] = {
     "gae": "gae",
@@ -52,9 +54,7 @@ def _prompt_tokens(settings: Settings) -> Converted:
     if settings.has("rollout.max_new_tokens"):
         tokens = longest - settings.count("rollout.max_new_tokens")
         if tokens <= 0:
-            raise NoEqual(
-                "rollout.max_new_tokens leaves no room for a prompt in data.max_len: set data.max_prompt_tokens"
-            )
+            raise UserError("rollout.max_new_tokens leaves no room for a prompt in data.max_len: lower it")
         return {"data.max_prompt_tokens": tokens}
     return {"data.max_prompt_tokens": Assumed(longest // 2, "half of data.max_len, which limits the sum")}
 
@@ -69,13 +69,14 @@ def _response_tokens(settings: Settings) -> Converted:
 def _reward(settings: Settings) -> Converted:
     if settings.has("train.agent_func_path"):
         path = settings.text("train.agent_func_path")
-        return {
-            "reward.function": Assumed("auto", f"an agent such as {path} is a rollout.environment (docs/rewards.md)")
-        }
+        raise UserError(
+            f"train.agent_func_path is {path}, a program around the policy: write it as rollout.environment or "
+            "rollout.agent (docs/agents.md), and remove it"
+        )
     if settings.has("reward.remote_url"):
         url = settings.text("reward.remote_url")
         if not url.endswith(".py"):
-            raise NoEqual("there are no reward servers: set reward.function to a function that asks it")
+            raise UserError(f"reward.remote_url is {url}, a server: set it to a .py file with a function that asks it")
         why = "write there compute_score(data_source, solution_str, ground_truth, extra_info) -> float, of one response"
         return {"reward.function": Assumed(f"{url}:compute_score", why)}
     if settings.has("reward.model_name_or_path"):
@@ -262,7 +263,9 @@ def _trainer(role: str) -> tuple[Counterpart, ...]:
             of_role(schedule),
             "iterations, not shares of them",
         ),
-        without_equal((f"{role}.optim", f"{role}.muon.*", f"{role}.adam.eps"), "the optimizer is AdamW"),
+        refused(f"{role}.optim", "the optimizer is AdamW: set adam", unless=("adam",)),
+        refused(f"{role}.adam.eps", "AdamW's epsilon is 1e-8: remove it", unless=(1e-8,)),
+        without_equal(f"{role}.muon.*", "the optimizer is AdamW"),
     )
 
 
@@ -308,6 +311,25 @@ def _critic_path(settings: Settings) -> Converted:
         why = "OpenRLHF starts the critic from the reward model"
         return {"critic.model.path": Assumed(settings["reward.model_name_or_path"], why)}
     return {}
+
+
+def _template(settings: Settings) -> Converted:
+    if not settings.flag("data.apply_chat_template"):
+        raise UserError(
+            "data.apply_chat_template is off, but prompts are always written by a chat template: set it, and "
+            "model.chat_template to one that adds nothing"
+        )
+    raise NoEqual("the tokenizer's chat template is always used")
+
+
+def _clip_rewards(settings: Settings) -> Converted:
+    bounds = settings["reward.clip_range"]
+    if not isinstance(bounds, list | tuple) or len(bounds) != 2 or not all(isinstance(b, int | float) for b in bounds):
+        raise UserError(f"reward.clip_range is {bounds!r}: it should be two numbers")
+    low, high = bounds
+    if low != -high:  # type: ignore[operator]
+        raise UserError(f"reward.clip_range is {low} {high}, which is not symmetric: set -x x")
+    return {"algorithm.advantage.clip_rewards": high}
 
 
 COUNTERPARTS: tuple[Counterpart, ...] = (
@@ -483,27 +505,56 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     without_equal(
         ("data.input_key", "data.label_key"), "the columns are prompt and reward_model: `ratchet data prompts`"
     ),
-    without_equal(("data.apply_chat_template", "data.input_template"), "the tokenizer's chat template is always used"),
-    without_equal("reward.normalize_enable", "a reward model's score is used as it is; see reward.model.weight"),
-    without_equal("reward.clip_range", "see algorithm.advantage.clip_rewards"),
-    without_equal("reward.stop_properly_penalty_coef", "see algorithm.overlong_penalty"),
+    computed("data.apply_chat_template", (), _template, "the tokenizer's chat template is always used"),
+    refused("data.input_template", "prompts are written by the chat template: remove it; see model.chat_template"),
+    refused("data.prompt_probs", "weights of data.train's files are data.weights: set it, and remove this", unless=()),
+    refused("reward.normalize_enable", "a reward model's score is used as it is; see reward.model.weight: remove it"),
+    computed("reward.clip_range", "algorithm.advantage.clip_rewards", _clip_rewards, "symmetric"),
+    refused("reward.stop_properly_penalty_coef", "see algorithm.overlong_penalty: remove it", unless=(1, 1.0)),
+    refused(
+        "critic.freezing_steps",
+        "it counts optimizer steps: remove it, and set critic.warmup_iterations, in iterations",
+        unless=(-1, 0),
+    ),
+    refused(
+        "actor.aux_loss_coef",
+        "it is router_aux_loss_coef in the model's config.json, with output_router_logits: set it there, and remove it",
+        unless=(0, 0.0),
+    ),
+    refused("data.max_images_per_prompt", "models see text only here: use data without images", unless=(0,)),
+    without_equal(("data.image_key", "actor.freeze_visual_encoder"), "only data.max_images_per_prompt reads images"),
+    refused("ds.load_in_4bit", "weights are not quantized in training: remove it"),
+    refused("ds.lora.dropout", "adapters have no dropout: set 0", unless=(0, 0.0)),
     without_equal("ds.packing_samples", "actor.packing null concatenates sequences where that saves time"),
     without_equal(("vllm.enable_sleep", "ds.enable_sleep"), "models of one pool take turns: actor.offload_when_idle"),
     without_equal(
         ("rollout.micro_batch_size", "rollout.max_tokens_per_gpu"), "log-probs are computed in actor.micro_batch_tokens"
     ),
     without_equal("rollout.vllm_generate_batch_size", "vLLM takes rollout.max_in_flight trajectories"),
-    without_equal(("ref.*", "reward.*", "critic.*"), "one pool serves all roles; see placement (docs/clusters.md)"),
-    without_equal(("train.colocate_actor_ref", "train.colocate_critic_reward"), "see placement (docs/clusters.md)"),
-    without_equal("ckpt.*", "everything is in run.store, and the same command always resumes"),
-    without_equal("critic.freezing_steps", "it is critic.warmup_iterations, in iterations: set it"),
-    without_equal("actor.aux_loss_coef", "the model's config.json has router_aux_loss_coef, and output_router_logits"),
     without_equal(
-        ("actor.freeze_visual_encoder", "data.image_key", "data.max_images_per_prompt"), "models see text, not images"
+        (
+            *(f"{role}.{name}" for role in ("ref", "reward", "critic") for name in ("num_nodes", "num_gpus_per_node")),
+            *("ref.offload", "reward.offload", "vllm.num_engines"),
+            *("train.colocate_actor_ref", "train.colocate_critic_reward"),
+        ),
+        "one pool serves all roles; see placement (docs/clusters.md)",
     ),
-    without_equal(("vllm.*", "ds.*", "logger.*", "local_rank", "perf", "use_ms"), "changes no result"),
+    without_equal(
+        ("ckpt.*", "critic.save_value_network"), "everything is in run.store, and the same command always resumes"
+    ),
+    without_equal(("data.prompt_split", "eval.split"), "`ratchet data` writes each split to a file"),
+    without_equal(
+        (
+            *(f"vllm.{name}" for name in ("sync_backend", "sync_with_ray")),
+            *(f"ds.{name}" for name in ("deepcompile", "zpg", "experts_implementation", "grad_accum_dtype")),
+            *(f"ds.{name}" for name in ("overlap_comm", "use_universal_ckpt", "value_head_prefix")),
+            *(f"ds.{name}" for name in ("tensor_parallel_size", "ring_attn_head_stride")),
+            *("actor.gradient_checkpointing_reentrant", "critic.gradient_checkpointing_reentrant"),
+            *("data.disable_fast_tokenizer", "data.dataloader_num_workers", "logger.*", "local_rank", "perf", "use_ms"),
+        ),
+        "changes memory and speed only",
+    ),
     computed(("train.enable_ema", "train.ema_beta"), "actor.ema_decay", _ema, "over iterations, not optimizer steps"),
-    without_equal(("actor.*", "train.*", "data.*", "eval.*", "rollout.*", "algo.*"), "there is no such setting"),
 )
 
 OLDER = {
@@ -622,6 +673,7 @@ OLDER = {
 }
 
 DEFAULTS: dict[str, Value] = {
+    "reward.clip_range": [-10, 10],
     "train.seed": 42,
     "rollout.batch_size": 1024,
     "rollout.n_samples_per_prompt": 1,

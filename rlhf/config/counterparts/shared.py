@@ -9,6 +9,7 @@ from pathlib import Path
 from ratchet.rlhf.algorithms import PolicyLoss
 from ratchet.rlhf.config.counterparts.translation import Assumed, Converted, NoEqual, Settings, Value
 from ratchet.rlhf.config.sections import ENDINGS
+from ratchet.rlhf.errors import UserError
 
 
 def sole_file(names: Sequence[str]) -> Value | Assumed:
@@ -110,7 +111,7 @@ def python_reward(name: str) -> str:
 
 
 def lr_schedule(role: str, shape: str, warmup: int, ratio: float, least: float, total: int | None) -> Converted:
-    """Converts the schedule of a role's learning rate; raises NoEqual if there is none.
+    """Converts the schedule of a role's learning rate; raises UserError if there is none.
 
     Args:
         shape: the other program's name of the schedule, one of transformers'.
@@ -121,7 +122,7 @@ def lr_schedule(role: str, shape: str, warmup: int, ratio: float, least: float, 
     """
     prefix, decay = f"{role}.lr_schedule", next((ours for ours in ("linear", "cosine") if shape.startswith(ours)), None)
     if decay is None and not shape.startswith("constant"):
-        raise NoEqual(f"{prefix} has no {shape}: it is constant, linear or cosine")
+        raise UserError(f"{prefix} has no {shape}: choose constant, linear or cosine")
     if total is None and (decay is not None or ratio):
         why = f"{shape} depends on the number of iterations, which is unknown: set {prefix}"
         return {f"{prefix}.type": Assumed("constant", why)}

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ratchet.rlhf.config.reading import yaml_text
 from ratchet.rlhf.errors import UserError
 
 Value: TypeAlias = bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"] | None
 
 
 class NoEqual(Exception):
-    """A setting has no counterpart; the text says why, and what happens instead."""
+    """A setting needs no counterpart, because it changes no result; the text says why, or what happens instead."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def direct(theirs: str, ours: str, note: str = "", *, values: Mapping[str, Value
     """Builds a row in which one key has another name.
 
     Args:
-        values: our value for each text of theirs; others have no counterpart. By default the value is unchanged.
+        values: our value for each text of theirs; others are errors. By default the value is unchanged.
     """
 
     def convert(settings: Settings) -> Converted:
@@ -124,7 +125,7 @@ def direct(theirs: str, ours: str, note: str = "", *, values: Mapping[str, Value
         if values is None:
             return {ours: value}
         if str(value) not in values:
-            raise NoEqual(f"{ours} has no {value}: it knows {', '.join(values)}")
+            raise UserError(f"{theirs} is {value}, which {ours} does not have: choose one of {', '.join(values)}")
         return {ours: values[str(value)]}
 
     return Counterpart((theirs,), (ours,), note, convert, is_direct=True)
@@ -138,12 +139,37 @@ def computed(
 
 
 def without_equal(theirs: str | Iterable[str], why: str) -> Counterpart:
-    """Builds a row of keys that have no counterpart."""
+    """Builds a row of keys that change no result and have no counterpart."""
 
     def convert(settings: Settings) -> Converted:
         raise NoEqual(why)
 
     return Counterpart(_names(theirs), (), why, convert)
+
+
+def refused(theirs: str | Iterable[str], why: str, *, unless: Iterable[Value] = (False,)) -> Counterpart:
+    """Builds a row of keys that change the result and have no counterpart: giving one is an error.
+
+    Args:
+        unless: values with which the setting changes nothing here, besides null.
+    """
+    names, neutral = _names(theirs), [yaml_text(value) for value in unless]
+
+    def convert(settings: Settings) -> Converted:
+        row = Counterpart(names, (), why, convert)
+        given = [key for key, value in settings.given.items() if row.matches(key) and value is not None]
+        mistakes: dict[str, str] = {}
+        for key in given:
+            if yaml_text(settings[key]) not in neutral:
+                # the keys of a section are one mistake
+                section = next((name[:-2] for name in names if name.endswith(".*") and key.startswith(name[:-1])), key)
+                what = f"{key} is {yaml_text(settings[key])}" if section == key else f"{section} is set ({key})"
+                mistakes.setdefault(section, f"{what}: {why}")
+        if mistakes:
+            raise UserError("\n".join(mistakes.values()))
+        raise NoEqual("it is so here")
+
+    return Counterpart(names, (), why, convert)
 
 
 def _names(keys: str | Iterable[str]) -> tuple[str, ...]:

@@ -29,8 +29,10 @@ from ratchet.rlhf.config.counterparts.translation import (
     Value,
     computed,
     direct,
+    refused,
     without_equal,
 )
+from ratchet.rlhf.errors import UserError
 
 ATTENTION: dict[str, Value] = {
     **{name: name for name in ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")},
@@ -116,7 +118,10 @@ def _grpo_schedule(settings: Settings) -> Converted:
 
 def _advantage(settings: Settings) -> Converted:
     if settings["multi_objective_aggregation"] == "normalize_then_sum":
-        raise NoEqual("it is algorithm.advantage gdpo, which needs the names of the reward's parts: set them")
+        raise UserError(
+            "multi_objective_aggregation is normalize_then_sum, which is algorithm.advantage gdpo: remove it, and set "
+            "algorithm.advantage with the names of the reward's parts"
+        )
     scale = str(settings["scale_rewards"]).lower()
     if scale in ("group", "true"):
         return {"algorithm.advantage.type": "grpo"}
@@ -142,7 +147,7 @@ def _loss_option(theirs: str, ours: str) -> Counterpart:
 def _losses(settings: Settings) -> Converted:
     kind, loss = str(settings["loss_type"]), _loss(settings)
     if kind not in LOSSES:
-        raise NoEqual(f"algorithm.loss has no {kind}: ppo is the default")
+        raise UserError(f"loss_type is {kind}, which algorithm.loss does not have: choose one of {', '.join(LOSSES)}")
     how = LOSSES[kind][1]
     if loss in ("gspo", "sapo") or how is None:
         return {"algorithm.loss.type": loss}
@@ -258,8 +263,10 @@ def _with_vllm(theirs: str, ours: str) -> Counterpart:
 def _lora(settings: Settings) -> Converted:
     if not settings.flag("use_peft"):
         raise NoEqual("without use_peft all weights are trained, as model.lora null does")
+    rank = settings.count("lora_r")
+    dropout = 0.05 if settings["lora_dropout"] is None else settings.number("lora_dropout")
     return {
-        "model.lora.r": settings.count("lora_r"),
+        "model.lora.r": Assumed(rank, f"adapters have no dropout, where TRL's have {dropout:g}") if dropout else rank,
         "model.lora.alpha": settings.number("lora_alpha"),
         "model.lora.target_modules": settings.texts("lora_target_modules"),
     }
@@ -269,6 +276,12 @@ def _pool(settings: Settings) -> Converted:
     if _processes(settings) == 1:
         raise NoEqual("one process needs no pool: the driver's own is used")
     return {"pools.all.workers": _processes(settings), "pools.all.gpus_per_worker": 1}
+
+
+def _chat_template(settings: Settings) -> Converted:
+    prefix = "chat_template_kwargs."
+    variables = {key.removeprefix(prefix): value for key, value in settings.given.items() if key.startswith(prefix)}
+    return {"model.chat_template_kwargs": variables} if variables else {}
 
 
 MODEL_ROWS: tuple[Counterpart, ...] = (
@@ -285,7 +298,7 @@ MODEL_ROWS: tuple[Counterpart, ...] = (
     direct("use_liger_kernel", "model.kernels", values={"True": "liger", "False": "torch"}),
     direct("trust_remote_code", "model.trust_remote_code"),
     computed(
-        ("use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
+        ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
         ("model.lora.r", "model.lora.alpha", "model.lora.target_modules"),
         _lora,
     ),
@@ -314,45 +327,95 @@ TRAINER_ROWS: tuple[Counterpart, ...] = (
         "tracking",
         lambda settings: services(settings.texts("report_to")) if settings.has("report_to") else {},
     ),
-    without_equal(
-        ("eval_strategy", "eval_steps", "num_generations_eval", "per_device_eval_batch_size", "dataset_test_split"),
-        "validation needs a file of prompts: set validation.data and validation.every",
-    ),
-    without_equal(("dataset_train_split", "dataset_config", "datasets"), "`ratchet data` writes each split to a file"),
-    without_equal(
-        ("repetition_penalty", "generation_kwargs"),
-        "the trainer's log-probs know no penalties; rollouts sample by temperature, top_p, top_k and min_p",
-    ),
-    without_equal(
-        ("log_completions", "num_completions_to_print", "log_unique_prompts", "num_sample_generations"),
-        "every trajectory is stored: `ratchet show`",
-    ),
-    without_equal(("logging_steps", "logging_strategy", "logging_first_step", "run_name"), "changes no result"),
-    without_equal(
-        ("push_to_hub", "hub_model_id", "hub_private_repo"), "`ratchet push RUN REPO` uploads a snapshot afterwards"
-    ),
-    without_equal(
-        ("deepspeed", "fsdp", "fsdp_config", "ddp_timeout", "ds3_gather_for_generation", "optim"),
-        "see actor.engine, and docs/clusters.md",
-    ),
-    without_equal(
-        ("shuffle_dataset", "dataloader_num_workers", "remove_unused_columns"), "prompts are always shuffled"
-    ),
-    without_equal(
-        ("mask_truncated_completions",), "truncated responses are learned from; see algorithm.overlong_penalty"
+    refused(
+        "eval_strategy", "validation needs a file of prompts: set no, and then validation.data", unless=("no", False)
     ),
     without_equal(
         (
-            "disable_dropout",
-            "torch_empty_cache_steps",
-            "lr_scheduler_kwargs",
-            "fp16",
-            "tf32",
-            "local_rollout_forward_batch_size",
-            "dataset_num_proc",
-            "config",
+            *("eval_steps", "eval_on_start", "eval_delay", "num_generations_eval", "per_device_eval_batch_size"),
+            *("dataset_test_split", "num_sample_generations"),
         ),
-        "there is no such setting",
+        "only eval_strategy reads it",
+    ),
+    without_equal(
+        ("dataset_train_split", "dataset_config", "dataset_num_proc", "dataset_streaming", "datasets"),
+        "`ratchet data` writes each split to a file",
+    ),
+    refused(
+        ("repetition_penalty", "generation_kwargs", "generation_kwargs.*"),
+        "the trainer's log-probs know no penalties; rollouts sample by temperature, top_p, top_k and min_p: remove it",
+        unless=(1, 1.0, {}),
+    ),
+    computed("chat_template_kwargs.*", "model.chat_template_kwargs", _chat_template),
+    refused(
+        ("mask_truncated_completions",),
+        "truncated responses are learned from: set false, and see algorithm.overlong_penalty",
+    ),
+    refused("shuffle_dataset", "prompts are always shuffled, from run.seed: set true", unless=(True,)),
+    refused("optim", "the optimizer is AdamW: set adamw_torch", unless=("adamw_torch", "adamw_torch_fused")),
+    refused(("adam_epsilon",), "AdamW's epsilon is 1e-8: remove it", unless=(1e-8,)),
+    refused(
+        ("lr_scheduler_kwargs", "lr_scheduler_kwargs.*"),
+        "actor.lr_schedule has no such options: remove it",
+        unless=({},),
+    ),
+    refused("fp16", "model.dtype is bfloat16 or float32: set bf16"),
+    refused(
+        ("load_in_8bit", "load_in_4bit", "use_dora", "use_rslora", "lora_modules_to_save", "lora_target_parameters"),
+        "adapters are plain, on weights that are not quantized: remove it",
+    ),
+    refused("model_revision", "model.path names a model, without a revision: remove it", unless=("main",)),
+    refused(("model_init_kwargs", "model_init_kwargs.*"), "the model is that in model.path: remove it", unless=({},)),
+    refused(
+        ("top_entropy_quantile", "off_policy_mask_threshold", "use_bias_correction_kl", "use_adaptive_entropy"),
+        "no loss here has it: remove it",
+        unless=(1, 1.0, False),
+    ),
+    refused("router_aux_loss_coef", "it is in the model's config.json: set it there, and remove it", unless=(0, 0.0)),
+    refused(
+        "vllm_structured_outputs_regex", "responses are drawn from all tokens: remove it; see rollout.stop", unless=()
+    ),
+    refused("max_tool_calling_iterations", "see rollout.tools and rollout.environment.max_turns: remove it", unless=()),
+    without_equal(
+        tuple(f"entropy_{name}" for name in ("coef_min", "coef_max", "coef_delta", "target"))
+        + tuple(f"vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")),
+        "only use_adaptive_entropy or the loss vespo reads it",
+    ),
+    without_equal(
+        (
+            "log_completions",
+            "num_completions_to_print",
+            "log_unique_prompts",
+            "log_multimodal",
+            "log_completions_hub_repo",
+        ),
+        "every trajectory is stored: `ratchet show`",
+    ),
+    without_equal(
+        ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "hub_token"),
+        "`ratchet push RUN REPO` uploads a snapshot afterwards",
+    ),
+    without_equal(
+        ("deepspeed", "fsdp", "fsdp_config", "fsdp_config.*", "ddp_timeout", "ds3_gather_for_generation"),
+        "see actor.engine, and docs/clusters.md",
+    ),
+    without_equal(
+        ("save_only_model", "overwrite_output_dir", "resume_from_checkpoint", "save_safetensors"),
+        "everything is in run.store, and the same command always resumes",
+    ),
+    without_equal("disable_dropout", "there is no dropout in training"),
+    without_equal(
+        (
+            *("logging_steps", "logging_strategy", "logging_first_step", "logging_dir", "run_name", "project"),
+            *("dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "torch_empty_cache_steps"),
+            *("tf32", "local_rollout_forward_batch_size", "config", "gradient_checkpointing_kwargs.*"),
+            *("pad_to_multiple_of", "cache_implementation", "cast_lm_head_to_fp32", "torch_compile"),
+            *("use_transformers_continuous_batching", "transformers_continuous_batching_config.*"),
+            *("use_transformers_paged", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+            *("lora_task_type", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_base_url"),
+            *("vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "config_file"),
+        ),
+        "changes memory, speed or rounding only",
     ),
 )
 
@@ -603,11 +666,9 @@ PPO = Source(
             "iterations are episodes / prompts, rounded up; or epochs x rows / prompts, where the data can be read",
         ),
         without_equal("vf_coef", "the critic has an optimizer and a learning rate of its own: critic.lr"),
-        without_equal("whiten_rewards", "advantages are whitened, rewards are not"),
-        without_equal(
-            ("missing_eos_penalty", "stop_token", "stop_token_id"),
-            "see algorithm.overlong_penalty and rollout.stop",
-        ),
+        refused("whiten_rewards", "advantages are whitened, rewards are not: set false"),
+        refused("missing_eos_penalty", "see algorithm.overlong_penalty: remove it", unless=(0, 0.0)),
+        refused(("stop_token", "stop_token_id"), "see rollout.stop: remove it", unless=("eos",)),
         without_equal(
             ("save_steps", "save_strategy"), "checkpoint.every counts iterations; null is as often as is cheap"
         ),

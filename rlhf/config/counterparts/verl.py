@@ -26,11 +26,14 @@ from ratchet.rlhf.config.counterparts.translation import (
     Value,
     computed,
     direct,
+    refused,
     without_equal,
 )
+from ratchet.rlhf.errors import UserError
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 REFERENCE = "actor_rollout_ref.ref"
+TEXT_ONLY = "models see text only here: use data without them"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 _SAME = ("gae", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo")
@@ -44,7 +47,66 @@ LOSSES = {"vanilla": "ppo", **{name: name for name in _SAME_LOSSES}}
 KL_ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3", "k1": "k1", "k2": "k2", "k3": "k3"}
 
 
+DISTILLATION = "distillation.distillation_loss"
+IMAGE_DATA = ("geo3k", "geometry3k", "pokemon", "openr1mm", "tinyllava-video")
+"""Parts of the names of verl's data sets with images or videos (examples/data_preprocess)."""
+
+
+def _distills_alone(settings: Settings) -> bool:
+    """Returns True if the policy learns from a teacher only."""
+    return settings.flag("distillation.enabled") and not settings.flag(f"{DISTILLATION}.use_task_rewards")
+
+
+def _estimator(settings: Settings) -> Value:
+    return "none" if _distills_alone(settings) else ESTIMATORS.get(str(settings["algorithm.adv_estimator"]))
+
+
+def _advantage(settings: Settings) -> Converted:
+    if _distills_alone(settings):
+        return {"algorithm.advantage.type": Assumed("none", "the teacher alone: use_task_rewards is false")}
+    return _ADVANTAGE.convert(settings)
+
+
+_ADVANTAGE = direct("algorithm.adv_estimator", "algorithm.advantage.type", "the same names", values=ESTIMATORS)
+
+
+def _distillation(settings: Settings) -> Converted:
+    if not settings.flag("distillation.enabled"):
+        raise NoEqual("distillation is off, as algorithm.distillation null is")
+    mode, prefix = str(settings[f"{DISTILLATION}.loss_mode"]), "distillation.teacher_models."
+    if mode not in ("kl", "k1"):
+        raise UserError(
+            f"{DISTILLATION}.loss_mode is {mode}: algorithm.distillation learns from the log-probs of drawn tokens "
+            "only, which is k1: use it, with use_policy_gradient true"
+        )
+    if not settings.flag(f"{DISTILLATION}.use_policy_gradient"):
+        raise UserError(
+            f"{DISTILLATION}.use_policy_gradient is false: algorithm.distillation is an advantage; set true"
+        )
+    models = {key: value for key, value in settings.given.items() if key.startswith(prefix) and value is not None}
+    teachers = sorted({str(value) for key, value in models.items() if key.endswith(".model_path")})
+    if len(teachers) != 1:
+        raise UserError(
+            f"distillation.teacher_models has {len(teachers)} models ({', '.join(teachers)}): teacher.path is one "
+            "model; keep one"
+        )
+    converted: dict[str, Value | Assumed] = {"teacher.path": teachers[0]}
+    if _distills_alone(settings):
+        converted["algorithm.distillation.coef"] = 1.0
+    else:
+        coefficient, why = (
+            settings.number(f"{DISTILLATION}.distillation_loss_coef"),
+            "one loss of the summed advantages",
+        )
+        converted["algorithm.distillation.coef"] = Assumed(coefficient, why)
+    if settings.has(f"{DISTILLATION}.loss_max_clamp"):
+        converted["algorithm.distillation.clamp"] = settings.number(f"{DISTILLATION}.loss_max_clamp")
+    return converted
+
+
 def _loss(settings: Settings) -> str:
+    if _distills_alone(settings):
+        return "ppo"
     return LOSSES.get(str(settings[f"{ACTOR}.policy_loss.loss_mode"]), "ppo")
 
 
@@ -57,8 +119,9 @@ def _loss_option(theirs: str, ours: str) -> Counterpart:
 
 def _clip(side: str) -> Conversion:
     def convert(settings: Settings) -> Converted:
-        key = f"{ACTOR}.clip_ratio_{side}"
-        value = settings[key] if settings.has(key) else settings[f"{ACTOR}.clip_ratio"]
+        section = DISTILLATION if _distills_alone(settings) else ACTOR
+        key = f"{section}.clip_ratio_{side}"
+        value = settings[key] if settings.has(key) else settings[f"{section}.clip_ratio"]
         return loss_option(_loss(settings), f"clip_ratio_{side}", value)
 
     return convert
@@ -66,7 +129,7 @@ def _clip(side: str) -> Conversion:
 
 def _advantage_option(theirs: str, ours: str, *types: str) -> Conversion:
     def convert(settings: Settings) -> Converted:
-        estimator = ESTIMATORS.get(str(settings["algorithm.adv_estimator"]))
+        estimator = _estimator(settings)
         if estimator not in types:
             raise NoEqual(f"the advantage {estimator} has no {ours}")
         return {} if settings[theirs] is None else {f"algorithm.advantage.{ours}": settings[theirs]}
@@ -80,7 +143,7 @@ def _kl_in_loss(settings: Settings) -> Converted:
     coefficient, kind = settings.number(f"{ACTOR}.kl_loss_coef"), str(settings[f"{ACTOR}.kl_loss_type"])
     plain = KL_ESTIMATORS.get(kind.removesuffix("+"))
     if plain is None:
-        raise NoEqual(f"algorithm.kl.loss_estimator has no {kind}: choose one, and set algorithm.kl.in_loss")
+        raise UserError(f"{ACTOR}.kl_loss_type is {kind}: choose one of {', '.join(KL_ESTIMATORS)}")
     if kind in ("kl", "k1"):
         why = f"the gradient of {kind} in the loss is 0 on average; k1+ has the same value, and the right gradient"
         return {"algorithm.kl.in_loss": coefficient, "algorithm.kl.loss_estimator": Assumed("k1+", why)}
@@ -107,6 +170,11 @@ def _correction(settings: Settings) -> Converted:
     prefix = "algorithm.rollout_correction"
     converted: dict[str, Value | Assumed] = {}
     if settings.flag(f"{prefix}.bypass_mode"):
+        if settings[f"{prefix}.loss_type"] != "ppo_clip":
+            raise UserError(
+                f"{prefix}.loss_type is {settings[f'{prefix}.loss_type']}: with bypass_mode the loss is "
+                "algorithm.loss; set ppo_clip, or bypass_mode=false"
+            )
         converted[f"{prefix}.bypass"] = True
     if settings.has(f"{prefix}.rollout_is"):
         bounds = _bounds(str(settings[f"{prefix}.rollout_is_threshold"]), f"{prefix}.rollout_is_threshold")
@@ -133,7 +201,7 @@ def _bounds(threshold: str, key: str) -> dict[str, Value]:
     try:
         return {"upper": float(upper), **({"lower": float(lower)} if lower else {})}
     except ValueError:
-        raise NoEqual(f"{key} {threshold} is neither upper nor lower_upper") from None
+        raise UserError(f"{key} is {threshold}, which is neither upper nor lower_upper") from None
 
 
 def _prompts_drawn(settings: Settings) -> int:
@@ -176,7 +244,12 @@ def _truncation(settings: Settings) -> Converted:
 
 
 def _train_files(settings: Settings) -> Converted:
-    return {"data.train": settings.texts("data.train_files")} if settings.has("data.train_files") else {}
+    if not settings.has("data.train_files"):
+        return {}
+    names = settings.texts("data.train_files")
+    if images := [name for name in names if any(part in name.lower() for part in IMAGE_DATA)]:
+        raise UserError(f"data.train_files has {', '.join(images)}, whose rows have images or videos: {TEXT_ONLY}")
+    return {"data.train": names}
 
 
 def _validation_data(settings: Settings) -> Converted:
@@ -204,6 +277,16 @@ def _validate_every(settings: Settings) -> Converted:
 def _validation_temperature(settings: Settings) -> Converted:
     samples = settings.flag(f"{ROLLOUT}.val_kwargs.do_sample")
     return {"validation.temperature": settings[f"{ROLLOUT}.val_kwargs.temperature"] if samples else 0.0}
+
+
+def _validation_draws(name: str) -> Conversion:
+    def convert(settings: Settings) -> Converted:
+        own, training = settings[f"{ROLLOUT}.val_kwargs.{name}"], settings[f"{ROLLOUT}.{name}"]
+        if own == training:
+            raise NoEqual(f"validation samples with rollout.{name} unless told")
+        return {f"validation.{name}": max(settings.number(f"{ROLLOUT}.val_kwargs.{name}"), 0)}
+
+    return convert
 
 
 def _engine(settings: Settings) -> Converted:
@@ -253,6 +336,23 @@ def _lora(settings: Settings) -> Converted:
     }
 
 
+def _chat_template(settings: Settings) -> Converted:
+    prefix = "data.apply_chat_template_kwargs."
+    variables = {key.removeprefix(prefix): value for key, value in settings.given.items() if key.startswith(prefix)}
+    return {"model.chat_template_kwargs": variables} if variables else {}
+
+
+def _response_length(settings: Settings) -> Converted:
+    own = f"{ROLLOUT}.response_length"
+    return {"rollout.max_response_tokens": settings[own if settings.has(own) else "data.max_response_length"]}
+
+
+def _reward_options(settings: Settings) -> Converted:
+    prefix = "reward.custom_reward_function.reward_kwargs."
+    options = {key.removeprefix(prefix): value for key, value in settings.given.items() if key.startswith(prefix)}
+    return {"reward.options": options} if options else {}
+
+
 def _mini_batch(section: str, role: str) -> Conversion:
     def convert(settings: Settings) -> Converted:
         own = f"{section}.ppo_mini_batch_size"
@@ -276,22 +376,30 @@ def _micro_batch(section: str, role: str) -> Conversion:
     return convert
 
 
+ENGINES = {"fsdp": "fsdp", "fsdp2": "fsdp", "dp": "fsdp", "megatron": "megatron"}
+SIMILAR = ("veomni", "torchtitan", "automodel", "fsdp_turbo")
+"""Engines that compute the same as FSDP, with their own kernels and ways to split a model."""
+
+
 def _strategy(keys: Iterable[str], role: str) -> Conversion:
     def convert(settings: Settings) -> Converted:
-        strategy = next((str(settings[key]) for key in keys if settings.has(key)), "fsdp")
-        if strategy in ("fsdp", "fsdp2"):
+        key = next((key for key in ("model_engine", *keys) if settings.has(key)), None)
+        if key is None:
             return {f"{role}.engine": "fsdp"}
-        if strategy == "megatron":
-            return {f"{role}.engine": "megatron"}
-        return {f"{role}.engine": Assumed("fsdp", f"there is no {strategy}: docs/clusters.md describes large models")}
+        strategy = settings.text(key)
+        if strategy in SIMILAR:
+            why = f"there is no {strategy}, which computes the same: docs/clusters.md describes large models"
+            return {f"{role}.engine": Assumed("fsdp", why)}
+        if strategy not in ENGINES:
+            raise UserError(f"{key} is {strategy}: choose one of {', '.join((*ENGINES, *SIMILAR))}")
+        return {f"{role}.engine": ENGINES[strategy]}
 
     return convert
 
 
-def _offload(engine: str, role: str) -> Conversion:
+def _offload(switches: Iterable[str], ours: str) -> Conversion:
     def convert(settings: Settings) -> Converted:
-        switches = (settings.flag(f"{engine}.{part}_offload") for part in ("param", "optimizer"))
-        return {f"{role}.engine.offload": any(list(switches))}
+        return {ours: any(settings.flag(switch) for switch in switches)}
 
     return convert
 
@@ -309,10 +417,17 @@ def _shard_size(key: str, role: str) -> Conversion:
 def _schedule(optimizer: str, role: str) -> Conversion:
     def convert(settings: Settings) -> Converted:
         steps, ratio = settings[f"{optimizer}.lr_warmup_steps"], settings[f"{optimizer}.lr_warmup_steps_ratio"]
-        shape = settings[f"{optimizer}.lr_scheduler_type"] or "constant"
+        is_veomni = settings["model_engine"] == "veomni"
+        styles = (f"{optimizer}.lr_scheduler_type", f"{optimizer}.lr_decay_style")
+        shape = next((settings[key] for key in styles if settings.has(key)), "cosine" if is_veomni else "constant")
         warmup = steps if isinstance(steps, int) and steps > 0 else 0
         share = settings.number(f"{optimizer}.lr_warmup_steps_ratio") if ratio and not warmup else 0.0
         least, total = settings.number(f"{optimizer}.min_lr_ratio"), known_iterations(_iterations(settings))
+        lowest = next((key for key in (f"{optimizer}.min_lr", f"{optimizer}.lr_min") if settings.has(key)), None)
+        if lowest is not None:  # not a share
+            least = settings.number(lowest) / settings.number(f"{optimizer}.lr")
+        if settings.has(f"{optimizer}.lr_decay_steps"):
+            total = settings.count(f"{optimizer}.lr_decay_steps")
         return lr_schedule(role, str(shape), warmup, share, least, total)
 
     return convert
@@ -320,7 +435,9 @@ def _schedule(optimizer: str, role: str) -> Conversion:
 
 def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterpart, ...]:
     """Returns the rows that actor and critic share."""
-    optimizer = f"{section}.optim"
+    optimizer, megatron, veomni = f"{section}.optim", f"{section}.megatron", f"{section}.veomni"
+    offload = tuple(f"{library}.{part}_offload" for library in (engine, veomni) for part in ("param", "optimizer"))
+    between = tuple(f"{megatron}.{part}_offload" for part in ("param", "optimizer", "grad"))
     return (
         direct(f"{optimizer}.lr", f"{role}.lr"),
         direct(f"{optimizer}.weight_decay", f"{role}.optimizer.weight_decay", "verl's default is 0.01"),
@@ -330,7 +447,11 @@ def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterp
                 f"{optimizer}.lr_warmup_steps",
                 f"{optimizer}.lr_warmup_steps_ratio",
                 f"{optimizer}.lr_scheduler_type",
+                f"{optimizer}.lr_decay_style",
+                f"{optimizer}.lr_decay_steps",
                 f"{optimizer}.min_lr_ratio",
+                f"{optimizer}.min_lr",
+                f"{optimizer}.lr_min",
             ),
             f"{role}.lr_schedule",
             _schedule(optimizer, role),
@@ -356,16 +477,22 @@ def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterp
         direct(f"{section}.grad_clip", f"{role}.grad_clip"),
         direct(f"{model}.enable_gradient_checkpointing", f"{role}.gradient_checkpointing"),
         computed(
-            (f"{section}.strategy", f"{engine}.strategy"),
+            (f"{section}.strategy", f"{engine}.strategy", "model_engine"),
             f"{role}.engine",
             _strategy((f"{engine}.strategy", f"{section}.strategy"), role),
             "`fsdp` is FSDP2",
         ),
         computed(
-            (f"{engine}.param_offload", f"{engine}.optimizer_offload"),
+            offload,
             f"{role}.engine.offload",
-            _offload(engine, role),
+            _offload(offload, f"{role}.engine.offload"),
             "both together",
+        ),
+        computed(
+            between,
+            f"{role}.offload_when_idle",
+            _offload(between, f"{role}.offload_when_idle"),
+            "all together",
         ),
         computed(
             f"{engine}.fsdp_size", f"{role}.engine.shard_size", _shard_size(f"{engine}.fsdp_size", role), "-1 is null"
@@ -377,11 +504,20 @@ def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterp
         direct(f"{section}.megatron.context_parallel_size", f"{role}.engine.context_parallel"),
         direct(f"{section}.megatron.expert_model_parallel_size", f"{role}.engine.expert_parallel"),
         direct(f"{section}.megatron.use_distributed_optimizer", f"{role}.engine.distributed_optimizer"),
-        without_equal(
-            (f"{section}.megatron.virtual_pipeline_model_parallel_size",), "not supported yet by engine megatron"
+        direct(f"{veomni}.ulysses_parallel_size", f"{role}.engine.sequence_parallel"),
+        *_optimizer(optimizer),
+        *_megatron(megatron, role),
+        *_fsdp(engine),
+        *_router_replay((f"{section}.router_replay", f"{megatron}.router_replay", f"{veomni}.router_replay")),
+        refused(
+            (f"{section}.qat.enable", f"{engine}.qat.enable", f"{megatron}.qat.enable"),
+            "weights are not rounded in training: remove it",
         ),
-        without_equal((f"{section}.megatron.expert_tensor_parallel_size",), "engine megatron keeps each expert whole"),
-        without_equal(f"{section}.megatron.*", f"{role}.engine megatron chooses it"),
+        without_equal((f"{section}.qat.*", f"{megatron}.qat.*"), "weights are not rounded in training"),
+        refused(
+            (f"{veomni}.load_checkpoint_path",), "training starts from model.path: name a Hugging Face model there"
+        ),
+        without_equal((f"{veomni}.*",), f"there is no veomni: {role}.engine fsdp computes the same"),
         without_equal(
             (f"{model}.use_remove_padding",), f"{role}.packing null concatenates sequences where that saves time"
         ),
@@ -392,15 +528,217 @@ def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterp
             (
                 f"{section}.checkpoint.*",
                 f"{section}.profiler.*",
-                f"{engine}.*",
-                f"{section}.use_torch_compile",
+                *(f"{section}.{name}" for name in COMPUTING),
                 f"{section}.ppo_micro_batch_size",
                 f"{section}.forward_max_token_len_per_gpu",
+                f"{section}.forward_micro_batch_size",
                 f"{section}.forward_micro_batch_size_per_gpu",
+                f"{section}.use_fused_kernels",
+                f"{section}.use_prefix_grouper",
+                f"{section}.use_remove_padding",
+                f"{section}.rollout_n",
             ),
-            "changes no result",
+            "changes memory and speed only",
         ),
     )
+
+
+COMPUTING = (
+    "use_torch_compile",
+    "entropy_checkpointing",
+    "entropy_from_logits_with_chunking",
+    "entropy_from_logits_chunk_size",
+    "pad_to_length",
+    "pad_to_length_bucket",
+)
+"""Switches of each of verl's engines that change how it computes, and not what."""
+
+
+def _optimizer(optimizer: str) -> tuple[Counterpart, ...]:
+    override = f"{optimizer}.override_optimizer_config"
+    return (
+        refused(f"{optimizer}.optimizer", "the optimizer is AdamW: remove it", unless=("AdamW", "adamw", "adam")),
+        refused(f"{optimizer}.optimizer_impl", "the optimizer is PyTorch's AdamW: remove it", unless=("torch.optim",)),
+        refused((f"{optimizer}.num_cycles",), "a cosine falls once: remove it", unless=(0.5,)),
+        refused(
+            (f"{optimizer}.lr_warmup_init", f"{optimizer}.lr_start"), "warm-up begins at 0: remove it", unless=(0, 0.0)
+        ),
+        refused(
+            f"{optimizer}.weight_decay_incr_style", "the weight decay is constant: remove it", unless=("constant",)
+        ),
+        refused(
+            f"{optimizer}.lr_decay_ratio", "a learning rate decays until the last iteration: remove it", unless=(1, 1.0)
+        ),
+        without_equal(
+            tuple(
+                f"{optimizer}.{name}"
+                for name in (
+                    "total_training_steps",
+                    "zero_indexed_step",
+                    "lr_wsd_decay_style",
+                    "lr_wsd_decay_steps",
+                    "use_checkpoint_opt_param_scheduler",
+                    "use_precision_aware_optimizer",
+                    "main_grads_dtype",
+                    "exp_avg_dtype",
+                    "exp_avg_sq_dtype",
+                )
+            ),
+            "the run's length is train.iterations; the optimizer's state is float32",
+        ),
+        without_equal(
+            tuple(
+                f"{override}.{name}"
+                for name in (
+                    "optimizer_cpu_offload",
+                    "optimizer_offload_fraction",
+                    "overlap_cpu_optimizer_d2h_h2d",
+                    "use_precision_aware_optimizer",
+                )
+            ),
+            "changes where the optimizer's state is, and not what it computes",
+        ),
+    )
+
+
+MODEL_SHAPE = ("normalization", "swiglu", "num_moe_experts", "moe_router_topk", "persist_layer_norm")
+"""Settings of Megatron's transformer that the model's own config.json decides."""
+HOW_MEGATRON_COMPUTES = (
+    *(
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "pipeline_model_parallel_layout",
+    ),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "deallocate_pipeline_outputs"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("attention_backend", "use_flash_attn", "apply_rope_fusion", "apply_dsa_kernel_fusion", "masked_softmax_fusion"),
+    *("bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
+    *("use_fused_rmsnorm", "use_fused_swiglu", "use_fused_mhc", "use_naive_l2norm", "context_parallel_algo"),
+    *("context_parallel_size", "sequence_parallel", "use_distributed_optimizer", "tp_comm_overlap"),
+    *("moe_enable_deepep", "moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap"),
+    *("moe_token_dispatcher_type", "moe_router_dtype", "dsa_indexer_use_sparse_loss"),
+)
+"""Settings of Megatron's transformer that change its speed, its memory or its rounding."""
+
+
+def _megatron(megatron: str, role: str) -> tuple[Counterpart, ...]:
+    transformer = f"{megatron}.override_transformer_config"
+    return (
+        direct(f"{megatron}.dtype", "model.dtype", values={"bfloat16": "bfloat16", "float32": "float32"}),
+        refused(
+            (f"{transformer}.moe_aux_loss_coeff", f"{transformer}.moe_z_loss_coeff"),
+            f"{role}.engine megatron has no load-balancing loss: remove it, or set {role}.engine fsdp and "
+            "router_aux_loss_coef in the model's config.json",
+            unless=(0, 0.0),
+        ),
+        refused(
+            f"{transformer}.moe_router_load_balancing_type",
+            f"{role}.engine megatron has no load-balancing loss: set none",
+            unless=("none",),
+        ),
+        refused(
+            f"{transformer}.moe_router_bias_update_rate", "the router's bias is not updated: set 0", unless=(0, 0.0)
+        ),
+        without_equal(f"{transformer}.moe_router_enable_expert_bias", "the model's own config.json decides"),
+        refused(
+            (f"{transformer}.attention_dropout", f"{transformer}.hidden_dropout"),
+            "there is no dropout in training: remove it",
+            unless=(0, 0.0),
+        ),
+        refused(f"{transformer}.dsa_indexer_loss_coeff", "there is no loss of the indexer: set 0", unless=(0, 0.0)),
+        without_equal(tuple(f"{transformer}.{name}" for name in MODEL_SHAPE), "the model's own config.json decides"),
+        without_equal(
+            tuple(f"{transformer}.{name}" for name in HOW_MEGATRON_COMPUTES), "changes memory, speed or rounding only"
+        ),
+        without_equal(
+            (
+                *(f"{megatron}.{name}" for name in COMPUTING),
+                *(
+                    f"{megatron}.{name}"
+                    for name in (
+                        "virtual_pipeline_model_parallel_size",
+                        "expert_tensor_parallel_size",
+                        "sequence_parallel",
+                        "dynamic_context_parallel",
+                        "max_seqlen_per_dp_cp_rank",
+                        "use_remove_padding",
+                        "pad_bshd_to_minibatch_max",
+                        "use_megatron_fsdp",
+                        "seed",
+                        "override_ddp_config.*",
+                    )
+                ),
+            ),
+            f"changes memory and speed only; {role}.engine megatron splits layers and experts its own way",
+        ),
+        without_equal(
+            tuple(
+                f"{megatron}.{name}"
+                for name in (
+                    "use_mbridge",
+                    "vanilla_mbridge",
+                    "use_dist_checkpointing",
+                    "dist_checkpointing_path",
+                    "dist_checkpointing_prefix",
+                    "dist_ckpt_optim_fully_reshardable",
+                    "distrib_optim_fully_reshardable_mem_efficient",
+                )
+            ),
+            "weights are those of model.path, a Hugging Face model",
+        ),
+    )
+
+
+def _fsdp(engine: str) -> tuple[Counterpart, ...]:
+    return (
+        without_equal(
+            (f"{engine}.model_dtype", f"{engine}.mixed_precision.*"),
+            "trained weights and summed gradients are float32; model.dtype computes",
+        ),
+        without_equal(f"{engine}.full_determinism", "see run.deterministic"),
+        without_equal(
+            (
+                *(f"{engine}.{name}" for name in COMPUTING),
+                *(
+                    f"{engine}.{name}"
+                    for name in (
+                        "wrap_policy.*",
+                        "offload_policy",
+                        "forward_prefetch",
+                        "use_orig_params",
+                        "forward_only",
+                        "seed",
+                        "qat.*",
+                        "turbo_config.*",
+                    )
+                ),
+            ),
+            "changes memory and speed only",
+        ),
+    )
+
+
+def _router_replay(sections: Iterable[str]) -> tuple[Counterpart, ...]:
+    names = tuple(sections)
+    return (
+        refused(
+            tuple(f"{name}.mode" for name in names),
+            "the trainer routes tokens to experts itself, and does not repeat the rollout's routes: set disabled; "
+            "algorithm.rollout_correction corrects for the difference",
+            unless=("disabled",),
+        ),
+        without_equal(
+            tuple(f"{name}.{file}" for name in names for file in ("record_file", "replay_file")),
+            "only router_replay.mode record and replay read it",
+        ),
+    )
+
+
+def _critic_loss(settings: Settings) -> Converted:
+    key = "critic.loss_agg_mode" if settings.has("critic.loss_agg_mode") else f"{ACTOR}.loss_agg_mode"
+    if settings[key] != "token-mean":
+        raise UserError(f"{key} is {settings[key]}, and the critic's loss is token-mean: set critic.loss_agg_mode so")
+    raise NoEqual("the critic's loss is token-mean")
 
 
 def _of_the_critic(row: Counterpart) -> Counterpart:
@@ -425,6 +763,344 @@ def _of_vllm(row: Counterpart) -> Counterpart:
     return replace(row, convert=convert)
 
 
+SERVING = (
+    *("nnodes", "n_gpus_per_node", "data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size"),
+    *("moe_tensor_parallel_size", "cudagraph_capture_sizes", "free_cache_engine", "max_num_batched_tokens"),
+    *("enable_chunked_prefill", "scheduling_policy", "load_format", "layered_summon", "disable_log_stats"),
+    *("multi_stage_wake_up", "logprobs_mode", "agent.num_workers", "checkpoint_engine.*", "trace.*", "prometheus.*"),
+    *("skip_tokenizer_init", "moe_load_balance_metrics_interval", "profiler.*", "disaggregation.*", "mtp.*", "qat.*"),
+)
+"""Settings of verl's inference engines that change their speed and memory."""
+
+LOG_PROB_SIZES = ("micro_batch_size_per_gpu", "micro_batch_size", "max_token_len_per_gpu", "use_dynamic_bsz")
+
+OVERRIDES = (
+    *("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "num_hidden_layers"),
+    *("rope_scaling", "rope_scaling.*", "rope_theta", "moe_config.freeze_moe_router", "output_router_logits"),
+)
+"""Keys of a model's config.json that change what it computes."""
+
+_REFUSED = (
+    refused(
+        ("data.image_key", "data.video_key", "data.audio_key"), f"the rows have images, videos or sounds: {TEXT_ONLY}"
+    ),
+    refused(("data.image_patch_size", "data.mm_processor_kwargs.*"), f"it is for images: {TEXT_ONLY}"),
+    refused(f"{ACTOR}.freeze_vision_tower", f"it is for images: {TEXT_ONLY}"),
+    refused("data.shuffle", "prompts are always shuffled, from run.seed: set true, or remove it", unless=(True,)),
+    refused("data.prompt_key", "the column is prompt: rename it", unless=("prompt",)),
+    refused("data.reward_fn_key", "the column is data_source: rename it", unless=("data_source",)),
+    refused(
+        ("data.custom_cls.path", "data.sampler.class_path"), "prompts are read and drawn as data.train says: remove it"
+    ),
+    refused(
+        ("data.train_max_samples", "data.val_max_samples"), "files are read whole: write a shorter one", unless=(-1,)
+    ),
+    refused(
+        ("data.tokenizer", f"{MODEL}.tokenizer_path", f"{MODEL}.hf_config_path"),
+        "tokenizer and config are those in model.path: remove it",
+    ),
+    refused(
+        (
+            "data.tool_config_path",
+            "data.function_tool_path",
+            f"{ROLLOUT}.multi_turn.enable",
+            f"{ROLLOUT}.multi_turn.tool_config_path",
+            f"{ROLLOUT}.multi_turn.function_tool_path",
+            f"{ROLLOUT}.multi_turn.interaction_config_path",
+        ),
+        "turns and tools are Python here: set rollout.tools or rollout.environment (docs/rewards.md), and remove it",
+    ),
+    refused(
+        f"{ROLLOUT}.agent.default_agent_loop",
+        "turns are taken by rollout.environment or rollout.agent (docs/agents.md): set one, and remove it",
+        unless=("single_turn_agent",),
+    ),
+    refused(
+        (
+            f"{ROLLOUT}.agent.agent_loop_config_path",
+            f"{ROLLOUT}.agent.custom_async_server.*",
+            f"{ROLLOUT}.agent.agent_loop_manager_class",
+        ),
+        "turns are taken by rollout.environment or rollout.agent (docs/agents.md): set one, and remove it",
+    ),
+    refused(
+        f"{ROLLOUT}.enable_rollout_routing_replay",
+        "the trainer does not repeat the rollout's routes to experts: set false",
+    ),
+    refused(
+        f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype", "vLLM's cache is not quantized: remove it", unless=("auto",)
+    ),
+    refused(f"{ROLLOUT}.quantization_config_file", "see rollout.engine.quantization: remove it"),
+    refused(f"{ROLLOUT}.dtype", "vLLM generates in model.dtype: remove it", unless=("bfloat16", "auto")),
+    refused(f"{ROLLOUT}.do_sample", "responses are always sampled: remove it", unless=(True,)),
+    refused(f"{ROLLOUT}.over_sample_rate", "every trajectory is finished: set 0", unless=(0, 0.0)),
+    refused(f"{ROLLOUT}.limit_images", f"it is for images: {TEXT_ONLY}"),
+    refused((f"{MODEL}.mtp.enable_train",), "layers that predict several tokens are not trained: set false"),
+    refused(
+        (f"{MODEL}.lora.rank",),
+        f"engine megatron has no adapters: remove it, or set model_engine=dp and {MODEL}.lora_rank",
+        unless=(0,),
+    ),
+    refused(
+        (f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path"),
+        "adapters begin untrained: merge them into the model at model.path, and remove it",
+    ),
+    refused(f"{MODEL}.exclude_modules", "model.lora.target_modules names the layers that get adapters: remove it"),
+    refused(
+        (
+            *(f"{model}.override_config.{name}" for model in (MODEL, "critic.model") for name in OVERRIDES),
+            f"{MODEL}.external_lib",
+            "critic.model.external_lib",
+        ),
+        "the model is that in model.path, with its config.json: change it there",
+    ),
+    refused(
+        (
+            "critic.model.tokenizer_path",
+            "critic.model.hf_config_path",
+            "critic.model.lora_adapter_path",
+            "critic.model.lora.*",
+        ),
+        "the critic is critic.model, with its own tokenizer and config: remove it",
+    ),
+    refused(
+        "critic.model.lora_rank", "the critic's adapters are critic.model.lora: set it, and remove this", unless=(0,)
+    ),
+    refused(f"{ACTOR}.loss_scale_factor", "seq-mean-token-sum-norm divides by rollout.max_response_tokens: remove it"),
+    refused(f"{ACTOR}.calculate_sum_pi_squared", "no advantage reads it: set false"),
+    refused(
+        "reward.reward_manager.name",
+        "rewards are functions of single responses, or of all to a prompt (docs/rewards.md): set naive",
+        unless=("naive", "dapo", "gdpo", "rate_limited"),
+    ),
+    refused(
+        ("reward.reward_manager.source",), "rewards are functions (docs/rewards.md): remove it", unless=("register",)
+    ),
+    refused(("reward.reward_manager.module.path",), "rewards are functions (docs/rewards.md): remove it"),
+    refused(
+        "reward.sandbox_fusion.url", "reward.function code runs programs on the workers (docs/security.md): remove it"
+    ),
+    refused("algorithm.use_pf_ppo", "there is no PF-PPO: set false"),
+    refused(
+        "algorithm.filter_groups.metric",
+        "groups are compared by their scores: set score",
+        unless=("score", "acc", "seq_reward", "seq_final_reward"),
+    ),
+    refused("critic.enable", "algorithm.adv_estimator decides: remove it"),
+    refused(f"{DISTILLATION}.policy_loss_mode", "the loss is ppo: set vanilla", unless=("vanilla",)),
+    refused("distillation.teacher_key", "there is one teacher: remove it", unless=("data_source",)),
+    refused("trainer.val_only", "this converts trainings: `ratchet evaluate` only measures"),
+    refused("trainer.v1.trainer_mode", "see rollout.mode, and set sync", unless=("sync",)),
+    refused("trainer.v1.sampler.custom_sampler.*", "prompts are drawn as data.train says: remove it"),
+    refused(
+        ("async_training.*", "rollout.*"),
+        "the fully asynchronous trainer has no iterations: use main_ppo, and set rollout.mode async",
+        unless=(),
+    ),
+    refused(
+        "actor_rollout_ref.hybrid_engine",
+        "rollout and trainer share their GPUs: set true, or use placement",
+        unless=(True,),
+    ),
+    refused("skip.rollout.enable", "responses of another run are data.generations: set false"),
+    refused(
+        ("skip.rollout_tq.enable", "skip.async_rollout.enable"),
+        "responses of another run are data.generations: set false",
+    ),
+)
+"""Settings that change the result and have no counterpart."""
+
+_NOT_NEEDED = (
+    without_equal("data.validation_shuffle", "validation reads every prompt"),
+    without_equal(("data.val_batch_size",), "validation runs in shards, like generate"),
+    without_equal(
+        tuple(
+            f"data.{name}"
+            for name in (
+                "custom_cls.name",
+                "return_raw_chat",
+                "return_raw_input_ids",
+                "return_full_prompt",
+                "return_multi_modal_inputs",
+                "trust_remote_code",
+                "use_shm",
+                "dataloader_num_workers",
+                "filter_overlong_prompts_workers",
+            )
+        ),
+        "the rows are read as they are",
+    ),
+    without_equal(
+        (
+            f"{OVERLONG}.log",
+            "reward.reward_kwargs.max_resp_len",
+            "reward.reward_manager.module.name",
+            "reward.reward_manager.max_concurrent",
+        ),
+        "algorithm.overlong_penalty is what verl's dapo manager adds",
+    ),
+    without_equal(
+        ("reward.sandbox_fusion.max_concurrent", "reward.sandbox_fusion.memory_limit_mb"),
+        "reward.function code has limits of its own",
+    ),
+    without_equal(
+        (
+            "reward.reward_model.rollout.*",
+            "reward.reward_model.enable_resource_pool",
+            "reward.reward_model.n_gpus_per_node",
+            "reward.reward_model.nnodes",
+            "reward.reward_model.model.trust_remote_code",
+        ),
+        "the reward model is computed in the models' processes",
+    ),
+    without_equal("algorithm.filter_groups.max_inflight_gen_batches", "changes speed only"),
+    without_equal("algorithm.pf_ppo.*", "only use_pf_ppo reads it"),
+    without_equal(
+        (
+            f"{DISTILLATION}.topk",
+            f"{DISTILLATION}.log_prob_min_clamp",
+            f"{DISTILLATION}.use_chunked_topk",
+            f"{DISTILLATION}.chunked_topk_chunk_size",
+        ),
+        "only verl's forward_kl_topk reads it",
+    ),
+    without_equal(
+        ("distillation.n_gpus_per_node", "distillation.nnodes"),
+        "one pool serves all roles; see placement (docs/clusters.md)",
+    ),
+    without_equal(
+        (
+            *(
+                f"{REFERENCE}.{name}"
+                for name in (*COMPUTING, "strategy", "rollout_n", "ulysses_sequence_parallel_size")
+            ),
+            *(f"{REFERENCE}.log_prob_{name}" for name in LOG_PROB_SIZES),
+            *(f"{REFERENCE}.{name}.*" for name in ("fsdp_config", "megatron", "veomni", "profiler", "router_replay")),
+        ),
+        "the reference computes as the actor does: actor.micro_batch_tokens, actor.engine and so on",
+    ),
+    without_equal(
+        tuple(f"{ROLLOUT}.log_prob_{name}" for name in LOG_PROB_SIZES),
+        "log-probs are computed in actor.micro_batch_tokens",
+    ),
+    without_equal(f"{ROLLOUT}.mode", "vLLM always serves requests one by one; rollout.mode is something else"),
+    without_equal(f"{ROLLOUT}.calculate_log_probs", "the rollout's log-probs are always stored"),
+    without_equal(f"{ROLLOUT}.prompt_length", "prompts have at most data.max_prompt_tokens"),
+    without_equal(
+        tuple(
+            f"{ROLLOUT}.multi_turn.{name}"
+            for name in (
+                "max_assistant_turns",
+                "max_user_turns",
+                "max_parallel_calls",
+                "max_tool_response_length",
+                "tool_response_truncate_side",
+                "use_inference_chat_template",
+                "tokenization_sanity_check_mode",
+                "format",
+                "num_repeat_rollouts",
+            )
+        ),
+        "only multi_turn.enable reads it",
+    ),
+    without_equal(
+        (f"{ROLLOUT}.seed", f"{ROLLOUT}.full_determinism"), "every trajectory has a seed of its own, from run.seed"
+    ),
+    without_equal(
+        (
+            *(f"{ROLLOUT}.{name}" for name in SERVING),
+            *(
+                f"{ROLLOUT}.engine_kwargs.vllm.{name}"
+                for name in (
+                    "additional_config.*",
+                    "async_scheduling",
+                    "compilation_config.*",
+                    "max_model_len",
+                    "mm_processor_cache_gb",
+                    "attention_backend",
+                    "disable_mm_preprocessor_cache",
+                    "enable_expert_parallel",
+                )
+            ),
+            *(
+                f"{ROLLOUT}.engine_kwargs.sglang.{name}"
+                for name in ("attention_backend", "chunked_prefill_size", "enable_dp_attention", "mem_fraction_static")
+            ),
+        ),
+        "changes memory and speed of generation only",
+    ),
+    without_equal(
+        tuple(
+            f"{model}.{name}"
+            for model in (MODEL, "critic.model")
+            for name in (
+                "use_shm",
+                "use_fused_kernels",
+                "fused_kernel_options.*",
+                "enable_activation_offload",
+                "tiled_mlp.*",
+            )
+        ),
+        "changes memory and speed only",
+    ),
+    without_equal(
+        tuple(
+            f"{model}.override_config.{name}"
+            for model in (MODEL, "critic.model")
+            for name in ("max_position_embeddings", "model_config.max_position_embeddings", "attn_implementation")
+        ),
+        "the model's own config.json decides; see model.attention",
+    ),
+    without_equal(
+        f"{MODEL}.mtp.*", "layers that predict several tokens are not trained, and do not speed up generation"
+    ),
+    without_equal(f"{MODEL}.lora.*", "only lora.rank turns Megatron's adapters on"),
+    without_equal(
+        (
+            "critic.model.lora_alpha",
+            "critic.model.target_modules",
+            "critic.model.exclude_modules",
+            "critic.model.trust_remote_code",
+            "critic.model.custom_chat_template",
+            "critic.model.use_liger",
+            "critic.model.mtp.*",
+        ),
+        "critic.model is a model of its own",
+    ),
+    without_equal(("actor_rollout_ref.nccl_timeout", "critic.nccl_timeout"), "see pools.all.timeout_s"),
+    without_equal((f"{ACTOR}.calculate_entropy",), "the entropy is always measured"),
+    direct("trainer.project_name", "run.project"),
+    without_equal("trainer.balance_batch", "sequences are always spread evenly over processes"),
+    without_equal(
+        ("trainer.default_local_dir", "trainer.default_hdfs_dir", "data.output_path"),
+        "everything is in run.store, file://./runs unless set",
+    ),
+    without_equal(("trainer.resume_mode", "trainer.resume_from_path"), "the same command always resumes"),
+    without_equal(
+        ("trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
+        "every trajectory is stored: `ratchet show`",
+    ),
+    without_equal(
+        tuple(
+            f"trainer.{name}"
+            for name in (
+                "device",
+                "max_critic_ckpt_to_keep",
+                "del_local_ckpt_after_load",
+                "esi_redundant_time",
+                "ray_wait_register_center_timeout",
+                "use_v1",
+                "use_legacy_worker_impl",
+                "v1.*",
+            )
+        ),
+        "changes no result",
+    ),
+    without_equal("ray_kwargs.*", "Ray is started outside; pools use it (docs/clusters.md)"),
+    without_equal(("global_profiler.*", "transfer_queue.*", "skip.*"), "changes no result"),
+)
+"""Settings without a counterpart that change no result."""
+
 COUNTERPARTS: tuple[Counterpart, ...] = (
     computed(
         "trainer.experiment_name",
@@ -447,12 +1123,15 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     ),
     direct(f"{MODEL}.use_liger", "model.kernels", values={"True": "liger", "False": "torch"}),
     direct(f"{MODEL}.trust_remote_code", "model.trust_remote_code"),
-    direct(f"{MODEL}.custom_chat_template", "model.chat_template", "a file, not the template itself"),
+    refused(f"{MODEL}.custom_chat_template", "model.chat_template is a file: write the template into one"),
+    computed("data.apply_chat_template_kwargs.*", "model.chat_template_kwargs", _chat_template),
     computed("data.train_files", "data.train", _train_files, "the same Parquet rows"),
     direct("data.train_batch_size", "data.prompts_per_iteration", "prompts, not trajectories"),
     direct("data.max_prompt_length", "data.max_prompt_tokens"),
     computed(("data.truncation", "data.filter_overlong_prompts"), "data.truncation", _truncation, "true is `drop`"),
-    direct("data.max_response_length", "rollout.max_response_tokens"),
+    computed(
+        ("data.max_response_length", f"{ROLLOUT}.response_length"), "rollout.max_response_tokens", _response_length
+    ),
     computed(f"{ROLLOUT}.name", "rollout.engine", _engine, "`vllm` or `hf`; SGLang can run as a server"),
     direct(f"{ROLLOUT}.n", "rollout.n"),
     direct(f"{ROLLOUT}.temperature", "rollout.temperature"),
@@ -477,8 +1156,28 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         _reward,
         "`path.py:name`, with the same signature; `auto` chooses by data_source",
     ),
+    computed("reward.custom_reward_function.reward_kwargs.*", "reward.options", _reward_options),
     direct("reward.num_workers", "reward.workers"),
-    direct("algorithm.adv_estimator", "algorithm.advantage.type", "the same names", values=ESTIMATORS),
+    replace(_ADVANTAGE, convert=_advantage),
+    computed(
+        (
+            "distillation.enabled",
+            "distillation.teacher_models.*",
+            *(
+                f"{DISTILLATION}.{name}"
+                for name in (
+                    "loss_mode",
+                    "use_task_rewards",
+                    "use_policy_gradient",
+                    "distillation_loss_coef",
+                    "loss_max_clamp",
+                )
+            ),
+        ),
+        ("teacher.path", "algorithm.distillation.coef", "algorithm.distillation.clamp"),
+        _distillation,
+        "one teacher; `k1` with the policy gradient",
+    ),
     computed(
         "algorithm.norm_adv_by_std_in_grpo",
         "algorithm.advantage.norm_by_std",
@@ -510,12 +1209,16 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         f"{ACTOR}.policy_loss.loss_mode", "algorithm.loss.type", "the same names; `vanilla` is `ppo`", values={**LOSSES}
     ),
     computed(
-        (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio"),
+        (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio", f"{DISTILLATION}.clip_ratio_low"),
         "algorithm.loss.clip_ratio_low",
         _clip("low"),
         "verl reads clip_ratio only where clip_ratio_low is null; its default is 0.2",
     ),
-    computed((f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio"), "algorithm.loss.clip_ratio_high", _clip("high")),
+    computed(
+        (f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio", f"{DISTILLATION}.clip_ratio_high"),
+        "algorithm.loss.clip_ratio_high",
+        _clip("high"),
+    ),
     *(
         _loss_option(f"{ACTOR}.{theirs}", ours)
         for theirs, ours in (
@@ -559,6 +1262,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
             "algorithm.rollout_correction.rollout_rs",
             "algorithm.rollout_correction.rollout_rs_threshold",
             "algorithm.rollout_correction.bypass_mode",
+            "algorithm.rollout_correction.loss_type",
         ),
         (
             "algorithm.rollout_correction.weights",
@@ -590,6 +1294,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         for row in (
             direct("critic.model.path", "critic.model.path"),
             direct("critic.cliprange_value", "critic.cliprange_value"),
+            computed("critic.loss_agg_mode", (), _critic_loss, "the critic's loss is token-mean"),
             direct("trainer.critic_warmup", "critic.warmup_iterations"),
             *_trainer("critic", "critic", "critic.fsdp", "critic.model"),
         )
@@ -615,6 +1320,10 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         _validation(_validation_temperature),
         "0: greedy, which is verl's default",
     ),
+    *(
+        computed(f"{ROLLOUT}.val_kwargs.{name}", f"validation.{name}", _validation(_validation_draws(name)), note)
+        for name, note in (("top_p", ""), ("top_k", "-1 is 0"))
+    ),
     computed(
         "trainer.val_before_train",
         "validation.before_train",
@@ -632,64 +1341,8 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         _iterations,
         "iterations are epochs x rows / prompts, where the data can be read",
     ),
-    without_equal(
-        (f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.top_k"),
-        "validation samples with rollout.top_p, top_k and min_p",
-    ),
-    without_equal(
-        ("reward.reward_manager.*", "reward.reward_kwargs.max_resp_len", f"{OVERLONG}.log"),
-        "rewards are functions; algorithm.overlong_penalty is what verl's dapo manager adds",
-    ),
-    without_equal("reward.sandbox_fusion.*", "reward.function code runs programs in a sandbox of its own"),
-    without_equal("reward.reward_model.*", "the reward model's own tokenizer is used, in the models' processes"),
-    without_equal("algorithm.filter_groups.metric", "groups are compared by their scores"),
-    without_equal("algorithm.rollout_correction.loss_type", "the loss is algorithm.loss"),
-    without_equal(("algorithm.use_pf_ppo", "algorithm.pf_ppo.*"), "there is no PF-PPO"),
-    without_equal(f"{ACTOR}.loss_scale_factor", "seq-mean-token-sum-norm divides by rollout.max_response_tokens"),
-    without_equal(
-        f"{REFERENCE}.*", "the reference computes as the actor does: actor.micro_batch_tokens, actor.engine and so on"
-    ),
-    without_equal(
-        (
-            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-            f"{ROLLOUT}.log_prob_micro_batch_size",
-            f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
-            f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-        ),
-        "log-probs are computed in actor.micro_batch_tokens",
-    ),
-    without_equal(f"{ROLLOUT}.mode", "vLLM always serves requests one by one; rollout.mode is something else"),
-    without_equal(f"{ROLLOUT}.calculate_log_probs", "the rollout's log-probs are always stored"),
-    without_equal(
-        f"{ROLLOUT}.multi_turn.*", "tools are a class with `reset` and `step`: rollout.environment (docs/rewards.md)"
-    ),
-    without_equal(f"{ROLLOUT}.agent.*", "turns are taken by rollout.environment (docs/rewards.md)"),
-    without_equal(f"{ROLLOUT}.seed", "every trajectory has a seed of its own, from run.seed"),
-    without_equal(f"{ROLLOUT}.*", "changes no result"),
-    without_equal(f"{MODEL}.*", "the model's own config.json decides"),
-    without_equal("critic.model.*", "the model's own config.json decides"),
-    without_equal(("data.prompt_key", "data.reward_fn_key"), "the columns are prompt and data_source"),
-    without_equal("data.shuffle", "prompts are always shuffled, from run.seed"),
-    without_equal("data.val_batch_size", "validation runs in shards, like generate"),
-    without_equal("data.*", "the rows are read as they are"),
-    without_equal(f"{ACTOR}.*", "there is no such setting"),
-    without_equal("critic.*", "there is no such setting"),
-    without_equal("actor_rollout_ref.*", "there is no such setting"),
-    direct("trainer.project_name", "run.project"),
-    without_equal("trainer.balance_batch", "sequences are always spread evenly over processes"),
-    without_equal(
-        ("trainer.default_local_dir", "trainer.default_hdfs_dir"),
-        "everything is in run.store, file://./runs unless set",
-    ),
-    without_equal(("trainer.resume_mode", "trainer.resume_from_path"), "the same command always resumes"),
-    without_equal(
-        ("trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
-        "every trajectory is stored: `ratchet show`",
-    ),
-    without_equal("trainer.*", "there is no such setting"),
-    without_equal("ray_kwargs.*", "Ray is started outside; pools use it (docs/clusters.md)"),
-    without_equal(("global_profiler.*", "transfer_queue.*", "skip.*"), "changes no result"),
-    without_equal("distillation.*", "set teacher.path and algorithm.distillation"),
+    *_REFUSED,
+    *_NOT_NEEDED,
 )
 
 OLDER = {
@@ -699,6 +1352,11 @@ OLDER = {
     "reward_model.num_workers": "reward.num_workers",
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.overlong_buffer.*": f"{OVERLONG}.*",
+    "reward_model.reward_kwargs.*": "reward.reward_kwargs.*",
+    "reward.reward_model.reward_kwargs.*": "reward.reward_kwargs.*",
+    f"{ACTOR}.model_engine": "model_engine",
+    f"{ACTOR}.policy_loss.tau_pos": f"{ACTOR}.tau_pos",
+    f"{ACTOR}.policy_loss.tau_neg": f"{ACTOR}.tau_neg",
     "reward_model.*": "reward.reward_model.*",
     "sandbox_fusion.*": "reward.sandbox_fusion.*",
     f"{ACTOR}.optim.warmup_style": f"{ACTOR}.optim.lr_scheduler_type",
@@ -718,9 +1376,12 @@ DEFAULTS: dict[str, Value] = {
     f"{ROLLOUT}.n": 1,
     f"{ROLLOUT}.temperature": 1.0,
     f"{ROLLOUT}.top_p": 1.0,
+    f"{ROLLOUT}.top_k": -1,
     f"{ROLLOUT}.tensor_model_parallel_size": 2,
     f"{ROLLOUT}.gpu_memory_utilization": 0.5,
     f"{ROLLOUT}.val_kwargs.temperature": 0.0,
+    f"{ROLLOUT}.val_kwargs.top_p": 1.0,
+    f"{ROLLOUT}.val_kwargs.top_k": -1,
     f"{ROLLOUT}.val_kwargs.n": 1,
     "reward.custom_reward_function.name": "compute_score",
     "algorithm.adv_estimator": "gae",
@@ -746,6 +1407,13 @@ DEFAULTS: dict[str, Value] = {
     "algorithm.kl_ctrl.target_kl": 0.1,
     "algorithm.kl_ctrl.horizon": 10000,
     "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+    "algorithm.rollout_correction.loss_type": "ppo_clip",
+    f"{DISTILLATION}.loss_mode": "k3",
+    f"{DISTILLATION}.use_task_rewards": True,
+    f"{DISTILLATION}.use_policy_gradient": False,
+    f"{DISTILLATION}.distillation_loss_coef": 1.0,
+    f"{DISTILLATION}.clip_ratio_low": 0.2,
+    f"{DISTILLATION}.clip_ratio_high": 0.2,
     "algorithm.filter_groups.max_num_gen_batches": 0,
     f"{OVERLONG}.penalty_factor": 0.0,
     f"{ACTOR}.entropy_coeff": 0,
