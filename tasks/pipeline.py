@@ -5,7 +5,7 @@ The flow, plan, fork, reproduce, explain, status, the checks of a resume, and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TypeVar
 
@@ -96,6 +96,20 @@ def stages_of(config: RunConfig) -> tuple[Stage, ...]:
 
 def names_of(config: RunConfig) -> tuple[str, ...]:
     return tuple(stage.name for stage in stages_of(config))
+
+
+def shown_stages(config: RunConfig, recorded: Iterable[str]) -> dict[str, str]:
+    """Returns the short names of a stored run's stages, by name, in order. Imports no code of the user's.
+
+    Args:
+        recorded: the names of all stages in the run's newest claim; empty: there are none of the user's.
+    """
+    built_in = {stage.name: stage for stage in STAGES}
+    return {
+        name: built_in[name].label if name in built_in else name
+        for name in (tuple(recorded) or built_in)
+        if name not in built_in or built_in[name].exists(config)
+    }
 
 
 def in_order(by_stage: Mapping[str, T]) -> dict[str, T]:

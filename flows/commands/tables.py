@@ -69,23 +69,23 @@ def status(console: Console, run: Run, last: int) -> None:
 
 
 def _status(console: Console, run: Run, last: int) -> None:
-    from ratchet.tasks.pipeline import stages_of  # imports torch
+    from ratchet.tasks.pipeline import shown_stages  # imports torch
 
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
-    stages = stages_of(config)
+    stages = shown_stages(config, state.claim.versions)
     title = f"{config.run.name}: {reached(state.iteration, config.iterations)}"
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
-    for stage in stages:
-        table.add_column(stage.label, justify="center", overflow="fold")
+    for label in stages.values():
+        table.add_column(label, justify="center", overflow="fold")
     unknown = False
     for iteration in range(first, max([state.iteration, *state.ahead]) + 1):
         progress = run.progress(iteration)
         unknown |= any(text.endswith("/?") for text in progress.values())
         missing = "·" if iteration >= state.iteration else ""
         if progress or not missing:
-            stages_done = [progress.get(stage.name, "" if stage.name == VALIDATE else missing) for stage in stages]
+            stages_done = [progress.get(name, "" if name == VALIDATE else missing) for name in stages]
             table.add_row(str(iteration), *stages_done)
     legend = "✓ committed, – skipped, 2/4 shards committed, · missing"
     if unknown:

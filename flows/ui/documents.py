@@ -233,22 +233,21 @@ def _open_validation(run: Run, damaged: OnDamage) -> list[Metrics]:
 
 
 def _stages(run: Run, damaged: OnDamage) -> list[Stage]:
-    from ratchet.tasks.pipeline import stages_of  # imports torch
+    from ratchet.tasks.pipeline import shown_stages  # imports torch
 
     progress = run.progress(run.state.iteration)
     stages = []
-    for stage in stages_of(run.config):
-        committed = run.state.stages.get(stage.name)
-        shards = run.state.shards.get(stage.name, {})
+    for name, label in shown_stages(run.config, run.state.claim.versions).items():
+        committed = run.state.stages.get(name)
+        shards = run.state.shards.get(name, {})
         seconds = sum(shard.seconds for shard in shards.values()) if shards else None
         if isinstance(committed, StageCommit):
             try:
                 seconds = run.store.manifest(committed).seconds
             except Corrupt as damage:
                 damaged(damage)
-        if stage.name in progress or stage.name != VALIDATE:  # most iterations have no validation
-            text = progress.get(stage.name, "")
-            stages.append(Stage(name=stage.name, label=stage.label, progress=text, seconds=_number(seconds)))
+        if name in progress or name != VALIDATE:  # most iterations have no validation
+            stages.append(Stage(name=name, label=label, progress=progress.get(name, ""), seconds=_number(seconds)))
     return stages
 
 

@@ -120,7 +120,7 @@ def test_a_run_with_the_users_loss_advantage_stage_and_callback(
     rewards = first["token_rewards"].map(sum)
     estimated = first["advantages"].map(lambda tokens: tokens[0])
     assert estimated.tolist() == pytest.approx((rewards - rewards.mean()).tolist(), abs=1e-5)
-    for command in (("status",), ("show", "own"), ("verify", "own"), ("reproduce", "own", "--iteration", 0)):
+    for command in (("status", "own"), ("show", "own"), ("verify", "own"), ("reproduce", "own", "--iteration", 0)):
         child = processes.cli(*command, "--store", config.run.store)
         assert child.wait() == 0, child.text
 
@@ -165,8 +165,9 @@ def test_changed_code_is_noticed_and_a_fork_continues(
     child = processes.cli("resume", "child", "--store", config.run.store)
     assert child.wait() == 0, child.text
     (code / file).unlink()
-    shown = processes.cli("status", "child", "--store", config.run.store)
-    assert shown.wait() == 0, "a run can be looked at without the code" + shown.text
+    for command in ("status", "show", "verify"):
+        shown = processes.cli(command, "child", "--store", config.run.store)
+        assert shown.wait() == 0, f"{command} needs no code: {shown.text}"
 
 
 @pytest.mark.parametrize(
