@@ -19,6 +19,7 @@ from ratchet.rlhf.algorithms import KLPenalty
 from ratchet.rlhf.config import ModelConfig, RewardTraining, RunConfig, SFTConfig, stored_config
 from ratchet.rlhf.config.published import published, published_text
 from ratchet.rlhf.config.roles import ROLES, is_critic
+from ratchet.rlhf.data.hub_datasets import IN_PLACE, hub_dataset, is_cached
 from ratchet.rlhf.errors import counted
 from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.hf_configs import model_config
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 MEASURED = ("sft/", "reward/", "val/")
 """Prefixes of a fine-tuning run's metrics that measure its model."""
 PACKAGES = {"ratchet-rlhf": "Ratchet", "torch": "torch", "transformers": "transformers"}
-_HUB_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
+_ON_HUB = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 
 
 def model_card(run: Run, checkpoint: Checkpoint, base: str | None) -> str:
@@ -49,10 +50,9 @@ def model_card(run: Run, checkpoint: Checkpoint, base: str | None) -> str:
     claim = _trained_by(run, version)
     config = stored_config(claim.config, run.store.url)
     model = run.config.model_of(role)  # its path may have changed since
-    datasets = [dataset for url in config.data.train for dataset in _HUB_DATASET.findall(url)]
     metadata = ModelCardData(
         base_model=base_models(model) or None,
-        datasets=list(dict.fromkeys(datasets)) or None,
+        datasets=_on_hub(config.data.train),
         library_name="transformers" if base is None else "peft",
         pipeline_tag="token-classification" if is_critic(role) else "text-generation",
         tags=["reinforcement-learning", *_algorithms(config), *(["lora"] if model.lora else []), "ratchet"],
@@ -101,7 +101,7 @@ def fit_card(config: SFTConfig | RewardTraining, metrics: Mapping[str, float]) -
     what = "supervised fine-tuning" if is_policy else "training a reward model on preferences (Bradley-Terry)"
     metadata = ModelCardData(
         base_model=base_models(config.model) or None,
-        datasets=list(dict.fromkeys(_HUB_DATASET.findall(config.data))) or None,
+        datasets=_on_hub([config.data]),
         library_name="transformers",
         pipeline_tag="text-generation" if is_policy else "text-classification",
         tags=["sft" if is_policy else "reward-model", "ratchet"],
@@ -187,8 +187,17 @@ def _reward(config: RunConfig) -> str:
 
 def _data(url: str) -> str:
     """Returns a data file or dataset by its name, without its folders or host."""
-    dataset = _HUB_DATASET.match(url)
-    return _code(dataset[1] if dataset else published_text(url).rstrip("/").rpartition("/")[2])
+    dataset = _on_hub([url])
+    return _code(dataset[0] if dataset else published_text(url).rstrip("/").rpartition("/")[2])
+
+
+def _on_hub(urls: Sequence[str]) -> list[str] | None:
+    """Returns the datasets of the hub among some files and datasets; None if there are none.
+
+    A name without ``hf://`` may be that of a folder which is gone: it counts if the hub's cache has it.
+    """
+    urls = [f"{IN_PLACE}{url}" if (dataset := hub_dataset(url)) and is_cached(dataset) else url for url in urls]
+    return list(dict.fromkeys(found[1] for url in urls if (found := _ON_HUB.match(url)))) or None
 
 
 def _validation(run: Run, config: RunConfig, checkpoint: Checkpoint, iterations: str) -> str:
