@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import yaml
 from pydantic import BaseModel
 
@@ -25,6 +26,7 @@ from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.hf_configs import model_config
 from ratchet.rlhf.models.model_folders import base_models, hub_name
 from ratchet.rlhf.models.tokenizers import has_chat_template
+from ratchet.rlhf.schema import TRAJECTORY
 
 if TYPE_CHECKING:
     from ratchet.infra.runs.run import Run
@@ -189,6 +191,47 @@ def _data(url: str) -> str:
     """Returns a data file or dataset by its name, without its folders or host."""
     dataset = _on_hub([url])
     return _code(dataset[0] if dataset else published_text(url).rstrip("/").rpartition("/")[2])
+
+
+def trajectories_card(run: Run, schema: pa.Schema, counts: Mapping[str, int], without: Collection[str]) -> str:
+    """Writes the card of a dataset of a run's trajectories, with the same care as `model_card`.
+
+    Args:
+        schema: the dataset's columns.
+        counts: number of rows of each split.
+        without: columns that were left out.
+    """
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    name, config = run.store.url.rpartition("/")[2], run.config
+    splits = [split for split, count in counts.items() if count]
+    files = [{"split": split, "path": f"data/{split}-*.parquet"} for split in splits]
+    metadata = DatasetCardData(
+        configs=[{"config_name": "default", "data_files": files}],
+        tags=["reinforcement-learning", *_algorithms(config), "trajectories", "ratchet"],
+    )
+    rows = [
+        (_code(field.name), _code(str(field.type)), TRAJECTORY[field.name].meaning if field.name in TRAJECTORY else "")
+        for field in schema
+    ]
+    left_out = f"\n\nColumns that were left out: {', '.join(map(_code, without))}." if without else ""
+    body = f"""# {_code(name)}
+
+These are the trajectories of the run {_code(name)} in {counted(run.state.iteration, "iteration")} of reinforcement
+learning with Ratchet: {", ".join(f"{counts[split]} rows in {_code(split)}" for split in splits)}. The policy started
+from {_model(config.model)}.
+
+{_table(("", ""), _facts(config, config.model, is_merged=False))}
+
+A row is a trajectory, with what all stages computed of it. In `validation`, `iteration` is the one before which the
+validation ran, and columns that only training has are null. `[T]` has an element for each token of the
+response.{left_out}
+
+## Columns
+
+{_table(("column", "type", "meaning"), rows)}
+"""
+    return str(DatasetCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
 
 
 def _on_hub(urls: Sequence[str]) -> list[str] | None:
