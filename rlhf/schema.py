@@ -30,11 +30,13 @@ def parts_of(cell: Sequence[Mapping[str, object]] | None) -> dict[str, float]:
 
 def frame_of(table: pa.Table) -> pd.DataFrame:
     """Converts a table to pandas, with a dictionary, or None, for each cell of a column of `PARTS`."""
+    import pandas as pd
+
     frame: pd.DataFrame = table.to_pandas()
     for field in table.schema:
         if field.type == PARTS:
-            cells = table[field.name].to_pylist()
-            frame[field.name] = [None if cell is None else parts_of(cell) for cell in cells]
+            cells: list[object] = [cell if cell is None else parts_of(cell) for cell in table[field.name].to_pylist()]
+            frame[field.name] = pd.Series(cells, index=frame.index, dtype=object)
     return frame
 
 

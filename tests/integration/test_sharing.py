@@ -354,7 +354,7 @@ def test_trajectories_are_pushed_as_a_dataset(pushed: Push, hub: Hub, shared: Ru
     assert sorted(repository.files) == [
         "README.md",
         *(f"data/train-00000{iteration}.parquet" for iteration in (0, 1)),
-        *(f"data/validation-00000{iteration}.parquet" for iteration in (0, 2)),
+        *(f"data/validation-00000{iteration}.parquet" for iteration in (0, 1, 2)),
     ]
     card = repository.files["README.md"].decode()
     assert validated(card) == {"errors": [], "warnings": []}
@@ -378,7 +378,7 @@ def test_trajectories_are_pushed_as_a_dataset(pushed: Push, hub: Hub, shared: Ru
     assert train.schema.remove_metadata() == validation.schema.remove_metadata()
     expected = shared.validation()
     assert frame_of(validation)["response"].tolist() == expected["response"].tolist()
-    assert sorted(set(validation["iteration"].to_pylist())) == [0, 2]
+    assert sorted(set(validation["iteration"].to_pylist())) == [0, 1, 2]
     assert validation["advantages"].null_count == len(validation)
 
 
@@ -403,7 +403,7 @@ def test_a_push_of_trajectories_that_was_interrupted_continues(
     online.most_commits = 100
     push_trajectories(shared, "me/rows")
     whole = trajectories_of(online, "datasets/me/rows")
-    assert len(whole) == 4 and sum(map(len, whole.values())) == len(shared.trajectories([0, 1])) + len(
+    assert len(whole) == 5 and sum(map(len, whole.values())) == len(shared.trajectories([0, 1])) + len(
         shared.validation()
     )
     online.requests.clear()
