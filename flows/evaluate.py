@@ -19,6 +19,7 @@ from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rewards.registry import check_rewards
+from ratchet.rlhf.schema import frame_of
 from ratchet.tasks.recording import noted, recorded_task
 from ratchet.tasks.stages.validate import VALIDATE
 
@@ -79,7 +80,7 @@ def _answers(config: RunConfig, iteration: int, worker: Worker) -> pd.DataFrame:
     frames: dict[int, pd.DataFrame] = {}
     report(StageProgress(iteration=iteration, stage="evaluate", done=0, total=shards))
     for shard, output in worker.generated(requests):
-        frames[shard] = output.batch.table.to_pandas(maps_as_pydicts="strict")
+        frames[shard] = frame_of(output.batch.table)
         report(StageProgress(iteration=iteration, stage="evaluate", done=len(frames), total=shards))
     # shards complete in any order
     answers: pd.DataFrame = pd.concat([frames[shard] for shard in range(shards)], ignore_index=True)

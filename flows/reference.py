@@ -283,11 +283,22 @@ rows; `run.trajectories()` and `ratchet query` join the stages.
 
 ```python
 import duckdb, pandas as pd, polars as pl
+from datasets import load_dataset
 
 pd.read_parquet("runs/countdown/trajectories/score")
 duckdb.sql("from read_parquet('runs/countdown/trajectories/score/*/*.parquet', hive_types={'iteration': int})")
 pl.read_parquet("runs/countdown/trajectories/score")
+load_dataset("parquet", data_dir="runs/countdown/trajectories/score", split="train")  # of datasets
+spark.read.parquet("runs/countdown/trajectories/score")
 ```
+
+Read a stage's folder, never `trajectories` as a whole: its stages have other columns. datasets, polars, DuckDB and Spark
+refuse it, but pandas puts the rows of all stages below each other. `run.trajectories()` joins the stages, and
+`ratchet push RUN REPO --trajectories` makes a joined dataset. Each file says in its metadata where it comes from, under
+the key `ratchet`: `{"run": "countdown", "stage": "score", "iteration": 7, "schema_version": 1}`
+(`pq.read_schema(file).metadata`, `pl.read_parquet_metadata(file)`, `from parquet_kv_metadata('*.parquet')` in DuckDB). In a
+fork, `run` is the run that computed the rows. datasets makes no columns of the names of folders, so it has no `iteration`;
+`trajectory_id` begins with it.
 
 | | pandas | DuckDB | polars 2 | `run.trajectories()` |
 |---|---|---|---|---|
@@ -299,7 +310,7 @@ pl.read_parquet("runs/countdown/trajectories/score")
 | `messages`, `extra_info`: JSON in a string | `frame.messages.map(json.loads)` | `messages->>'$[0].content'` | `pl.col("messages").str.json_path_match("$[0].content")` | as pandas |
 | list, `[T]` | NumPy array | `INTEGER[]`, `FLOAT[]`, `TINYINT[]` | List | NumPy array |
 | `turns` | array of dicts | `STRUCT("role" VARCHAR, "content" VARCHAR)[]` | List(Struct) | array of dicts |
-| `reward_parts` | list of (name, value): `dict(row)` | MAP: `reward_parts['length']` | Map: `pl.col("reward_parts").map.get("length")` | dict |
+| `reward_parts`, `agent_parts` | array of dicts: `{part["name"]: part["value"] for part in row}` | `map_from_entries(reward_parts)['length']`; in `ratchet query` `reward_parts['length']` | `pl.col("reward_parts").list.eval(pl.element().struct.field("value").filter(pl.element().struct.field("name") == "length")).list.first()` | dict |
 
 A fork shares the files of its parent: its folder has only the rows that it computed itself. This reads all of them:
 
@@ -407,8 +418,6 @@ def _type(kind: pa.DataType) -> str:
         return f"list of {_type(kind.value_type)}"
     if pa.types.is_struct(kind):
         return f"struct of {', '.join(field.name for field in kind)}"
-    if pa.types.is_map(kind):
-        return f"map of {kind.key_type} to {kind.item_type}"
     return str(kind)
 
 

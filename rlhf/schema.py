@@ -3,15 +3,41 @@
 One row is one trajectory. Per-token columns, marked `[T]`, cover only the tokens of the response.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _TOKENS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float32())
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 """Type of a column of messages."""
+PARTS = pa.list_(pa.struct({"name": pa.string(), "value": pa.float32()}))
+"""Type of a column of named parts of a reward. A map would be unreadable for `datasets`; see decision 045."""
+
+
+def parts_of(cell: Sequence[Mapping[str, object]] | None) -> dict[str, float]:
+    """Decodes a cell of a column of `PARTS`; empty if it is null."""
+    return {str(part["name"]): part["value"] for part in cell or ()}  # type: ignore[misc]  # Arrow has checked them
+
+
+def frame_of(table: pa.Table) -> pd.DataFrame:
+    """Converts a table to pandas, with a dictionary, or None, for each cell of a column of `PARTS`."""
+    import pandas as pd
+
+    frame: pd.DataFrame = table.to_pandas()
+    for field in table.schema:
+        if field.type == PARTS:
+            cells: list[object] = [cell if cell is None else parts_of(cell) for cell in table[field.name].to_pylist()]
+            frame[field.name] = pd.Series(cells, index=frame.index, dtype=object)
+    return frame
 
 
 def branch_id(trajectory_id: str, number: int) -> str:
@@ -228,7 +254,7 @@ TRAJECTORY = TrajectorySchema(
         ),
         Column(
             "agent_parts",
-            pa.map_(pa.string(), pa.float32()),
+            PARTS,
             "generate",
             "named parts of the reward that the agent returned",
             null="there is no rollout.agent",
@@ -243,7 +269,7 @@ TRAJECTORY = TrajectorySchema(
             null="the reward model scores whole responses",
         ),
         Column("score", pa.float32(), "score", "reward of the whole response"),
-        Column("reward_parts", pa.map_(pa.string(), pa.float32()), "score", "named parts of the reward"),
+        Column("reward_parts", PARTS, "score", "named parts of the reward"),
         Column(
             "token_scores",
             _FLOATS,

@@ -11,6 +11,7 @@ import pandas as pd
 
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.store.records import Finalize, Record, RunState, ShardCommit, Skip, Snapshot, StageCommit, sha256_of
+from ratchet.infra.store.run_store import parquet_bytes
 from ratchet.rlhf.config import RunConfig
 
 T = TypeVar("T")
@@ -66,7 +67,11 @@ class History:
                 for role, ref in self.state.snapshots[newest].items()
             },
             "rows": {
-                (stage.stage, stage.iteration): [shard.sha256 for shard in store.manifest(stage).shards]
+                (stage.stage, stage.iteration): [
+                    # without the metadata of the file, which name the run
+                    sha256_of(parquet_bytes(store.read_shard(shard).replace_schema_metadata()))
+                    for shard in store.manifest(stage).shards
+                ]
                 for stage in self.commits(StageCommit)
             },
         }

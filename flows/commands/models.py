@@ -262,24 +262,38 @@ def push(
     public: Annotated[
         bool, typer.Option("--public", help="make a new repository public, or push to one that is")
     ] = False,
+    trajectories: Annotated[
+        bool, typer.Option("--trajectories", help="upload the trajectories, as a dataset, instead of the model")
+    ] = False,
+    without: Annotated[
+        str | None, typer.Option(help="with --trajectories: columns to leave out, such as prompt,messages")
+    ] = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Upload the model of a snapshot to the Hugging Face hub, as `export` writes it. New repositories are private.
 
-    The token is that of `hf auth login`, or of the variable HF_TOKEN.
+    With --trajectories, upload the trajectories of all closed iterations as a dataset. The token is that of `hf auth
+    login`, or of the variable HF_TOKEN.
     """
     from ratchet.flows.terminal import progress
     from ratchet.infra.runs import hub
     from ratchet.infra.runs.run import open_run
 
+    if trajectories and (iteration is not None or best or adapter or role != "actor"):
+        raise UserError("--trajectories uploads no model: leave out --iteration, --best, --adapter and --role")
+    if without is not None and not trajectories:
+        raise UserError("--without leaves out columns of trajectories: add --trajectories")
     run = open_run(url_of(name, store))
     with progress(console):
-        version = _snapshot(run, iteration, best)
-        pushed = hub.push(run, repo, version, role, adapter=adapter, public=public)
-    visibility = "private" if pushed.private else "public"
-    console.print(
-        f"the {role} after {counted(version, 'iteration')} is at {pushed.url} ({visibility})", highlight=False
-    )
+        if trajectories:
+            columns = [] if without is None else [column.strip() for column in without.split(",")]
+            pushed = hub.push_trajectories(run, repo, without=columns, public=public)
+            what = f"the trajectories of {counted(run.state.iteration, 'iteration')} are"
+        else:
+            version = _snapshot(run, iteration, best)
+            pushed = hub.push(run, repo, version, role, adapter=adapter, public=public)
+            what = f"the {role} after {counted(version, 'iteration')} is"
+    console.print(f"{what} at {pushed.url} ({'private' if pushed.private else 'public'})", highlight=False)
 
 
 def _snapshot(run: Run, iteration: int | None, best: bool) -> int:

@@ -27,7 +27,7 @@ from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError, counted, reached
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import PARTS, TRAJECTORY
 from ratchet.rlhf.validation import means, sums
 
 if TYPE_CHECKING:
@@ -439,7 +439,11 @@ def write(answers: pd.DataFrame, path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.Table.from_pandas(answers, schema=TRAJECTORY.arrow(tuple(answers.columns))), path)
+    schema = TRAJECTORY.arrow(tuple(answers.columns))
+    parts = {
+        field.name: answers[field.name].map(lambda cell: list(cell.items())) for field in schema if field.type == PARTS
+    }
+    pq.write_table(pa.Table.from_pandas(answers.assign(**parts), schema=schema), path)
 
 
 def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float | None) -> Table:

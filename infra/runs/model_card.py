@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import yaml
 from pydantic import BaseModel
 
@@ -19,11 +20,13 @@ from ratchet.rlhf.algorithms import KLPenalty
 from ratchet.rlhf.config import ModelConfig, RewardTraining, RunConfig, SFTConfig, stored_config
 from ratchet.rlhf.config.published import published, published_text
 from ratchet.rlhf.config.roles import ROLES, is_critic
+from ratchet.rlhf.data.hub_datasets import IN_PLACE, hub_dataset, is_cached
 from ratchet.rlhf.errors import counted
 from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.hf_configs import model_config
 from ratchet.rlhf.models.model_folders import base_models, hub_name
 from ratchet.rlhf.models.tokenizers import has_chat_template
+from ratchet.rlhf.schema import TRAJECTORY
 
 if TYPE_CHECKING:
     from ratchet.infra.runs.run import Run
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 MEASURED = ("sft/", "reward/", "val/")
 """Prefixes of a fine-tuning run's metrics that measure its model."""
 PACKAGES = {"ratchet-rlhf": "Ratchet", "torch": "torch", "transformers": "transformers"}
-_HUB_DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
+_ON_HUB = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 
 
 def model_card(run: Run, checkpoint: Checkpoint, base: str | None) -> str:
@@ -49,10 +52,9 @@ def model_card(run: Run, checkpoint: Checkpoint, base: str | None) -> str:
     claim = _trained_by(run, version)
     config = stored_config(claim.config, run.store.url)
     model = run.config.model_of(role)  # its path may have changed since
-    datasets = [dataset for url in config.data.train for dataset in _HUB_DATASET.findall(url)]
     metadata = ModelCardData(
         base_model=base_models(model) or None,
-        datasets=list(dict.fromkeys(datasets)) or None,
+        datasets=_on_hub(config.data.train),
         library_name="transformers" if base is None else "peft",
         pipeline_tag="token-classification" if is_critic(role) else "text-generation",
         tags=["reinforcement-learning", *_algorithms(config), *(["lora"] if model.lora else []), "ratchet"],
@@ -101,7 +103,7 @@ def fit_card(config: SFTConfig | RewardTraining, metrics: Mapping[str, float]) -
     what = "supervised fine-tuning" if is_policy else "training a reward model on preferences (Bradley-Terry)"
     metadata = ModelCardData(
         base_model=base_models(config.model) or None,
-        datasets=list(dict.fromkeys(_HUB_DATASET.findall(config.data))) or None,
+        datasets=_on_hub([config.data]),
         library_name="transformers",
         pipeline_tag="text-generation" if is_policy else "text-classification",
         tags=["sft" if is_policy else "reward-model", "ratchet"],
@@ -187,8 +189,58 @@ def _reward(config: RunConfig) -> str:
 
 def _data(url: str) -> str:
     """Returns a data file or dataset by its name, without its folders or host."""
-    dataset = _HUB_DATASET.match(url)
-    return _code(dataset[1] if dataset else published_text(url).rstrip("/").rpartition("/")[2])
+    dataset = _on_hub([url])
+    return _code(dataset[0] if dataset else published_text(url).rstrip("/").rpartition("/")[2])
+
+
+def trajectories_card(run: Run, schema: pa.Schema, counts: Mapping[str, int], without: Collection[str]) -> str:
+    """Writes the card of a dataset of a run's trajectories, with the same care as `model_card`.
+
+    Args:
+        schema: the dataset's columns.
+        counts: number of rows of each split.
+        without: columns that were left out.
+    """
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    name, config = run.store.url.rpartition("/")[2], run.config
+    splits = [split for split, count in counts.items() if count]
+    files = [{"split": split, "path": f"data/{split}-*.parquet"} for split in splits]
+    metadata = DatasetCardData(
+        configs=[{"config_name": "default", "data_files": files}],
+        tags=["reinforcement-learning", *_algorithms(config), "trajectories", "ratchet"],
+    )
+    rows = [
+        (_code(field.name), _code(str(field.type)), TRAJECTORY[field.name].meaning if field.name in TRAJECTORY else "")
+        for field in schema
+    ]
+    left_out = f"\n\nColumns that were left out: {', '.join(map(_code, without))}." if without else ""
+    body = f"""# {_code(name)}
+
+These are the trajectories of the run {_code(name)} in {counted(run.state.iteration, "iteration")} of reinforcement
+learning with Ratchet: {", ".join(f"{counts[split]} rows in {_code(split)}" for split in splits)}. The policy started
+from {_model(config.model)}.
+
+{_table(("", ""), _facts(config, config.model, is_merged=False))}
+
+A row is a trajectory, with what all stages computed of it. In `validation`, `iteration` is the one before which the
+validation ran, and columns that only training has are null. `[T]` has an element for each token of the
+response.{left_out}
+
+## Columns
+
+{_table(("column", "type", "meaning"), rows)}
+"""
+    return str(DatasetCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
+
+
+def _on_hub(urls: Sequence[str]) -> list[str] | None:
+    """Returns the datasets of the hub among some files and datasets; None if there are none.
+
+    A name without ``hf://`` may be that of a folder which is gone: it counts if the hub's cache has it.
+    """
+    urls = [f"{IN_PLACE}{url}" if (dataset := hub_dataset(url)) and is_cached(dataset) else url for url in urls]
+    return list(dict.fromkeys(found[1] for url in urls if (found := _ON_HUB.match(url)))) or None
 
 
 def _validation(run: Run, config: RunConfig, checkpoint: Checkpoint, iterations: str) -> str:

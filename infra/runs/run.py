@@ -25,7 +25,7 @@ from ratchet.rlhf.config import RunConfig, RunSection, stored_config
 from ratchet.rlhf.config.published import published_text
 from ratchet.rlhf.config.roles import is_critic
 from ratchet.rlhf.errors import RatchetError, UserError, counted, reached
-from ratchet.rlhf.schema import TRAJECTORY, trajectory_of
+from ratchet.rlhf.schema import TRAJECTORY, frame_of, trajectory_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -507,5 +507,4 @@ class Run:
             return None
         shards = [self.store.read_shard(ref, columns) for ref in refs]
         table = pa.concat_tables(shards, promote_options="default")  # a file may lack columns
-        frame: pd.DataFrame = table.to_pandas(maps_as_pydicts="strict")
-        return frame
+        return frame_of(table)

@@ -21,6 +21,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from ratchet.infra.store.object_store import Backend, backend_for
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.schema import PARTS
 
 LONGEST_REASON = 4000
 """Largest number of characters of a reason, which may contain a value of any size."""
@@ -125,7 +126,11 @@ def connect(tables: Tables, memory_bytes: int, threads: int) -> duckdb.DuckDBPyC
     """Makes a connection with these tables and access to nothing else; see `isolated`."""
     connection = isolated(memory_bytes, threads)
     for table in tables.files:
-        connection.register(table.name, _dataset(table))
+        parts = [field.name for field in table.schema if field.type == PARTS]
+        connection.register(f"{table.name}_stored" if parts else table.name, _dataset(table))
+        if parts:  # so that `reward_parts['length']` is a number
+            maps = ", ".join(f'map_from_entries("{name}") AS "{name}"' for name in parts)
+            connection.execute(f'CREATE VIEW "{table.name}" AS SELECT * REPLACE ({maps}) FROM "{table.name}_stored"')
     for name, rows in tables.rows.items():
         connection.register(name, rows)
     for view in tables.views:

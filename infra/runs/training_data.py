@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from ratchet.infra.runs.query import names
 from ratchet.infra.runs.run import Run
-from ratchet.infra.store.run_store import VALIDATE
+from ratchet.infra.store.run_store import ORIGIN, VALIDATE
 from ratchet.rlhf import seeding
 from ratchet.rlhf.data.overlap import HeldOut, near_duplicates
 from ratchet.rlhf.data.selection import Kind, Selection
@@ -39,8 +39,6 @@ COLUMNS = (
     "score",
     "reward_error",
 )
-METADATA = b"ratchet"
-"""The key in the Parquet file's metadata of the dataset's origin, as JSON."""
 DIGITS = 6
 """Decimal digits of a difference of scores, which are float32: 0.9 - 0.8 is 0.1."""
 
@@ -179,7 +177,7 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
         raise UserError(
             f"nothing is left of {read} trajectories ({why}): lower --min-score or --margin, or choose another --kind"
         )
-    table = _table(rows, selection.kind).replace_schema_metadata({METADATA: _origin(runs, run_names, selection)})
+    table = _table(rows, selection.kind).replace_schema_metadata({ORIGIN: _origin(runs, run_names, selection)})
     return Dataset(table, read, _in_order(left_out), tuple(notes))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import re
 import secrets
 import sys
@@ -46,6 +47,8 @@ from ratchet.rlhf.schema import TRAJECTORY
 KEPT_BLOCKS = 4
 """Blocks of a checkpoint that a reader keeps in memory."""
 CLOSE = "close"
+ORIGIN = b"ratchet"
+"""The key in a Parquet file's metadata of where its rows come from, as JSON."""
 JOURNAL = "journal"
 VALIDATE = "validate"
 """The stage whose rows are not training trajectories."""
@@ -104,7 +107,17 @@ class RunStore:
         return attempt
 
     def write_shard(self, iteration: int, stage: str, attempt: int, shard: int, table: pa.Table) -> ShardRef:
-        """Writes the rows of one shard. The returned reference must still be committed by a record."""
+        """Writes the rows of one shard. The returned reference must still be committed by a record.
+
+        The file's metadata say where it comes from, for readers that have only the file.
+        """
+        origin = {
+            "run": self.url.rpartition("/")[2],
+            "stage": stage,
+            "iteration": iteration,
+            "schema_version": SCHEMA_VERSION,
+        }
+        table = table.replace_schema_metadata({ORIGIN: json.dumps(origin)})
         return self._write_table(_shard_key(iteration, stage, self._tag(attempt), shard), table)
 
     def write_journal(self, iteration: int, stage: str, number: int, table: pa.Table) -> ShardRef:

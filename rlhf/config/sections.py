@@ -203,8 +203,8 @@ class DrawingConfig(Section):
 
     train: OneOrMore[str] = Field(
         min_length=1,
-        description="prompt files (Parquet, Arrow, JSON or CSV, any fsspec URL), or local folders of datasets "
-        "(folder:split), in order",
+        description="prompt files (Parquet, Arrow, JSON or CSV, any fsspec URL), local folders of datasets "
+        "(folder:split), or datasets of the hub (owner/name@revision:config/split), in order",
     )
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
         None,

@@ -100,6 +100,8 @@ def digest(url: str) -> str:
         return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
     with _errors_of(url):
         located, path = _located(url)
+        if "hf" in located.protocol and (large := located.info(path).get("lfs")) is not None:
+            return str(large.sha256)  # the hub has computed it
         version = str(located.ukey(path))
     return _digest(url, version)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.rlhf.config.sections import ENDINGS
+from ratchet.rlhf.data.hub_datasets import hub_dataset, hub_files
 from ratchet.rlhf.errors import UserError, in_one_line
 
 FORMATS = "Parquet (.parquet), Arrow (.arrow), JSON (.jsonl, .json) and CSV (.csv, .tsv), the last two perhaps with .gz"
@@ -25,13 +26,15 @@ def data_files(path: str) -> list[str]:
     """Finds the files that a path of a dataset names, in order.
 
     Args:
-        path: a file or its URL, which is returned; or a local folder, ``folder:split``, ``folder:config`` or
-            ``folder:config/split``.
+        path: a file or its URL, which is returned; a local folder, ``folder:split``, ``folder:config`` or
+            ``folder:config/split``; or a dataset on the hub (`hub_dataset`).
 
     Raises:
         UserError: the folder has no data files, or there are several configs or splits, and the path does not choose.
     """
     folder, wanted = Path(path), ""
+    if (on_hub := hub_dataset(path)) is not None:
+        return _readable(hub_files(on_hub))
     if not folder.is_dir():
         name, _, wanted = path.rpartition(":")
         folder = Path(name)
@@ -45,11 +48,19 @@ def data_files(path: str) -> list[str]:
         splits = _saved(folder) or _splits(folder, configs, config)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read the dataset in {folder}: {in_one_line(error)}") from None
-    files = splits[_chosen(folder, "split", splits, split, f"{config}/" if config else "")]
-    for file in files:
-        if not file.name.endswith(ENDINGS):
+    files = splits[chosen(folder, "split", splits, split, f"{config}/" if config else "")]
+    if not files:
+        raise UserError(f"cannot read the dataset in {folder}: its README names files that are not there")
+    return _readable(map(str, files))
+
+
+def _readable(files: Iterable[str]) -> list[str]:
+    """Returns the files. Raises UserError if one has another format than `FORMATS`."""
+    found = list(files)
+    for file in found:
+        if not file.endswith(ENDINGS):
             raise unread(file)
-    return [str(file) for file in files]
+    return found
 
 
 def unread(path: str | Path) -> UserError:
@@ -58,13 +69,16 @@ def unread(path: str | Path) -> UserError:
 
 
 def name_of(path: str) -> str:
-    """Returns the name of a dataset: a folder's name, or a file's without its ending and shard number.
+    """Returns the name of a dataset: owner/name on the hub, a folder's name, or a file's without its ending and shard
+    number.
 
     `path` is as for `data_files`.
     """
     name, colon, _ = path.rpartition(":")
     if colon and Path(name).is_dir():
         path = name
+    elif (on_hub := hub_dataset(path)) is not None:
+        return on_hub.repo
     if Path(path).is_dir():
         return Path(path).resolve().name
     stem = Path(Path(path).name.removesuffix(".gz")).stem
@@ -93,7 +107,7 @@ def _splits(folder: Path, configs: Mapping[str, Mapping[str, Any]], wanted: str)
             raise ValueError(f"its README lists no configs, so there is no {wanted}")
         return _by_name(file for file in folder.rglob("*") if file.name.endswith(ENDINGS))
     default = next((name for name, config in configs.items() if config.get("default") or name == "default"), "")
-    config = configs[_chosen(folder, "config", configs, wanted or default, "")]
+    config = configs[chosen(folder, "config", configs, wanted or default, "")]
     root = folder / _inside(str(config.get("data_dir", ".")))
     patterns = config.get("data_files")
     if patterns is None:
@@ -102,10 +116,7 @@ def _splits(folder: Path, configs: Mapping[str, Mapping[str, Any]], wanted: str)
     for entry in patterns if isinstance(patterns, list) else [patterns]:
         paths, split = (entry["path"], entry.get("split", "train")) if isinstance(entry, Mapping) else (entry, "train")
         for pattern in [paths] if isinstance(paths, str) else paths:
-            matches = sorted(root.glob(_inside(pattern)))
-            if not matches:
-                raise ValueError(f"its README names {pattern}, which is not there")
-            splits.setdefault(str(split), []).extend(matches)
+            splits.setdefault(str(split), []).extend(sorted(root.glob(_inside(pattern))))
     return splits
 
 
@@ -142,14 +153,18 @@ def _split_in(name: str) -> str | None:
     return next((split for split, names in NAMES.items() if any(word in names for word in words)), None)
 
 
-def _chosen(folder: Path, kind: str, names: Iterable[str], wanted: str, before: str) -> str:
-    """Returns the wanted name, or the only one."""
+def chosen(dataset: str | Path, kind: str, names: Iterable[str], wanted: str, before: str) -> str:
+    """Returns the wanted name of a split or config, or the only one.
+
+    Args:
+        before: what is written between the colon and the name.
+    """
     known = list(names)
     if not known:
-        raise UserError(f"{folder} has no data files: the formats are {FORMATS}")
+        raise UserError(f"{dataset} has no data files: the formats are {FORMATS}")
     if wanted in known:
         return wanted
     if not wanted and len(known) == 1:
         return known[0]
     problem = f"no {kind} {wanted}" if wanted else f"several {kind}s"
-    raise UserError(f"{folder} has {problem}: name one of {', '.join(known)}, such as {folder}:{before}{known[0]}")
+    raise UserError(f"{dataset} has {problem}: name one of {', '.join(known)}, such as {dataset}:{before}{known[0]}")

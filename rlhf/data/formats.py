@@ -27,8 +27,8 @@ Messages = list[Message]
 """A conversation."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Roles of ShareGPT's `from`."""
-PROMPTS = ("prompt", "messages", "conversations")
-"""Columns of a prompt, in order of precedence."""
+PROMPTS = ("prompt", "messages", "conversations", "question", "problem")
+"""Columns of a prompt, in order of precedence; `question` is GSM8K's, `problem` that of MATH and its like."""
 TRUTHS = ("ground_truth", "answer", "solution")
 """Columns of a ground truth outside `reward_model`, in order of precedence."""
 MEDIA = frozenset(("images", "image", "videos", "video", "audios", "audio"))
@@ -62,8 +62,8 @@ def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
     """Finds the prompt of a row; raises UserError if there is none, it is empty or malformed, or the row has media.
 
     Args:
-        row: a row with `prompt`, and possibly `completion`; with `messages`; or with ShareGPT's `conversations`. In the
-            last two, a last message of the assistant is the answer.
+        row: a row with `prompt`, and possibly `completion`; with `messages`; with ShareGPT's `conversations`; or with
+            `question` or `problem`. A last message of the assistant in messages and conversations is the answer.
     """
     check_media(row, where)
     column = next((name for name in PROMPTS if row.get(name) is not None), None)
@@ -71,15 +71,15 @@ def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
         if empty := [name for name in PROMPTS if name in row]:
             raise UserError(f"{where}: {' and '.join(empty)} of this row is empty: fill it in, or remove the row")
         raise UserError(
-            f"{where}: prompt is missing; there are {in_one_line(', '.join(row))}. Rows have a prompt, messages or "
-            "conversations: rename the column, or write such rows with `ratchet data prompts OUT --source FILE "
-            "--data-source NAME --prompt COLUMN --truth COLUMN`"
+            f"{where}: prompt is missing; there are {in_one_line(', '.join(row))}. Rows have a prompt, messages, "
+            "conversations, a question or a problem: rename the column, or write such rows with `ratchet data prompts "
+            "OUT --source FILE --data-source NAME --prompt COLUMN --truth COLUMN`"
         )
     messages, answer = messages_of(row[column], where, column), None
     if column == "prompt":
         completion = row.get("completion")
         answer = completion if completion is None else _answer(messages_of(completion, where, "completion")[-1])
-    elif messages[-1]["role"] == "assistant":
+    elif column in ("messages", "conversations") and messages[-1]["role"] == "assistant":
         messages, answer = messages[:-1], _answer(messages[-1])
     if column == "conversations":
         messages = with_system(messages, row)

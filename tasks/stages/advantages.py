@@ -21,7 +21,7 @@ from ratchet.rlhf.algorithms.rollout_correction import off_policy_metrics
 from ratchet.rlhf.batch import TrajectoryBatch, unpadded
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.user_algorithms import AnyAdvantage, loaded
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import TRAJECTORY, parts_of
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.tasks.branches import last_branches, trajectory_index
 from ratchet.tasks.stage import RowsStage
@@ -268,7 +268,7 @@ def _reward_parts(batch: TrajectoryBatch, wanted: Sequence[str]) -> dict[str, to
     A trajectory whose reward failed has 0 for every part. If all rewards failed, the parts are unknown; the result then
     has the `wanted` ones.
     """
-    rows = [dict(parts) for parts in batch.list("reward_parts")]
+    rows = [parts_of(parts) for parts in batch.list("reward_parts")]
     scored = [error is None for error in batch.list("reward_error")]
     names = set.intersection(*(set(row) for row in compress(rows, scored))) if any(scored) else set(wanted)
     values = {name: [row[name] if good else 0.0 for row, good in zip(rows, scored, strict=True)] for name in names}

@@ -18,7 +18,7 @@ from ratchet.rlhf.config.sections import ClassifierConfig, RewardConfig
 from ratchet.rlhf.data.prompts import original, structures
 from ratchet.rlhf.errors import RatchetError
 from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS, RewardFailed, Score, Trajectory
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import TRAJECTORY, parts_of
 from ratchet.rlhf.stage_config import StageConfig, section
 from ratchet.tasks.branches import last_branches, trajectory_index
 from ratchet.tasks.stage import RowsStage
@@ -152,7 +152,7 @@ def scores(
             total = reward.score + weight * added.get("model", 0.0) + added.get("environment", 0.0)
             rewards[row] = Score(total if reward.error is None else 0.0, reward.parts | rule | added, reward.error)
     for row, parts in enumerate(batch.list("agent_parts") if "agent_parts" in batch else ()):
-        rewards[row] = Score(rewards[row].score, rewards[row].parts | dict(parts or ()), rewards[row].error)
+        rewards[row] = Score(rewards[row].score, rewards[row].parts | parts_of(parts), rewards[row].error)
     return {
         "score": [reward.score for reward in rewards],
         "reward_parts": [list(reward.parts.items()) for reward in rewards],

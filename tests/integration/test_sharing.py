@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -11,8 +12,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -24,11 +27,13 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from ratchet.flows import report
 from ratchet.flows.commands import tables
 from ratchet.flows.train import train
-from ratchet.infra.runs.hub import push
+from ratchet.infra.runs import hub as pushes
+from ratchet.infra.runs.hub import push, push_trajectories
 from ratchet.infra.runs.parquet_file import write_parquet
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.rlhf.errors import RatchetError, UserError
+from ratchet.rlhf.schema import frame_of
 from tests import cards, modes, tiny
 from tests.hub_server import READS, WRITES, Hub, Repository, hub_server, validated
 from tests.ports import free_port
@@ -331,6 +336,104 @@ def test_a_push_replaces_weights_of_another_layout_and_leaves_other_files(shared
     before = dict(files)
     push(shared, "me/policy", 2)
     assert online.repositories["me/policy"].files == before
+
+
+def trajectories_of(server: Hub, name: str) -> dict[str, pd.DataFrame]:
+    """The rows of a pushed dataset, by file."""
+    files = server.repositories[name].files
+    return {path: pd.read_parquet(io.BytesIO(files[path])) for path in sorted(files) if path.endswith(".parquet")}
+
+
+@pytest.mark.promise
+def test_trajectories_are_pushed_as_a_dataset(pushed: Push, hub: Hub, shared: Run, tmp_path: Path) -> None:
+    done = pushed("shared", "me/rows", "--trajectories", HF_TOKEN=WRITES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"the trajectories of 2 iterations are at {hub.url}/datasets/me/rows (private)\n"
+    repository = hub.repositories["datasets/me/rows"]
+    assert repository.private
+    assert sorted(repository.files) == [
+        "README.md",
+        *(f"data/train-00000{iteration}.parquet" for iteration in (0, 1)),
+        *(f"data/validation-00000{iteration}.parquet" for iteration in (0, 1, 2)),
+    ]
+    card = repository.files["README.md"].decode()
+    assert validated(card) == {"errors": [], "warnings": []}
+    for private in (KEY, str(Path(shared.store.url.removeprefix("file://")).parents[1])):
+        assert private not in card
+
+    load = (
+        "import datasets, sys; found = datasets.load_dataset('me/rows')\n"
+        "for split in found: found[split].to_parquet(f'{sys.argv[1]}/{split}.parquet')"
+    )
+    settings = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "h"), "HF_TOKEN": READS}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    subprocess.run([sys.executable, "-c", load, str(tmp_path)], env=clean | settings, check=True)
+    train, validation = (pq.read_table(tmp_path / f"{split}.parquet") for split in ("train", "validation"))
+    expected = shared.trajectories([0, 1])
+    rows = frame_of(train).set_index("trajectory_id").loc[expected["trajectory_id"]].reset_index()
+    assert set(expected.columns) - set(rows.columns) == set()
+    for name in expected.columns:
+        assert all(map(same, rows[name], expected[name])), name
+    assert rows["advantages"].map(len).tolist() == rows["response_ids"].map(len).tolist()
+    assert train.schema.remove_metadata() == validation.schema.remove_metadata()
+    expected = shared.validation()
+    assert frame_of(validation)["response"].tolist() == expected["response"].tolist()
+    assert sorted(set(validation["iteration"].to_pylist())) == [0, 1, 2]
+    assert validation["advantages"].null_count == len(validation)
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)  # type: ignore[arg-type]
+    return one == other or (pd.isna(one) and pd.isna(other))  # type: ignore[call-overload]
+
+
+def test_a_push_of_trajectories_that_was_interrupted_continues(
+    shared: Run, online: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pushes, "COMMIT_FILES", 1)
+    online.most_commits = 1
+    with pytest.raises(UserError, match="Private repository storage limit reached"):
+        push_trajectories(shared, "me/rows")
+    assert list(trajectories_of(online, "datasets/me/rows")) == [
+        "data/train-000000.parquet",
+        "data/validation-000000.parquet",
+    ]
+    uploads = [request for request in online.requests if request.startswith("PUT")]
+    online.most_commits = 100
+    push_trajectories(shared, "me/rows")
+    whole = trajectories_of(online, "datasets/me/rows")
+    assert len(whole) == 5 and sum(map(len, whole.values())) == len(shared.trajectories([0, 1])) + len(
+        shared.validation()
+    )
+    online.requests.clear()
+    push_trajectories(shared, "me/rows")
+    assert not [request for request in online.requests if request.startswith("PUT")], "nothing is uploaded twice"
+    assert len(uploads) == len(set(uploads)) > 0
+
+
+def test_columns_are_left_out_of_pushed_trajectories(shared: Run, online: Hub) -> None:
+    push_trajectories(shared, "me/rows", without=["prompt", "messages"])
+    for frame in trajectories_of(online, "datasets/me/rows").values():
+        assert not {"prompt", "messages"} & set(frame.columns) and "response" in frame
+    assert (
+        "Columns that were left out: `prompt`, `messages`"
+        in online.repositories["datasets/me/rows"].files["README.md"].decode()
+    )
+    for column, says in (("promt", "there is no column promt"), ("trajectory_id", "trajectory_id tells rows apart")):
+        with pytest.raises(UserError, match=says):
+            push_trajectories(shared, "me/other", without=[column])
+    assert "datasets/me/other" not in online.repositories
+
+
+def test_trajectories_are_not_a_model(pushed: Push, hub: Hub) -> None:
+    for arguments, says in (
+        (("--trajectories", "--best"), "leave out"),
+        (("--without", "prompt"), "add --trajectories"),
+    ):
+        refused = pushed("shared", "me/rows", *arguments, HF_TOKEN=WRITES)
+        assert refused.returncode == 2 and says in refused.stderr
+    assert not hub.repositories
 
 
 def test_a_model_with_code_of_its_own_is_shared_with_it(

@@ -102,7 +102,7 @@ MALFORMED: list[tuple[Any, str]] = [
     ({**ROW, "prompt": [{"role": "user", "content": " \n"}]}, "the prompt is empty"),
     ({**ROW, "prompt": None}, f"prompt {EMPTY}"),
     ({"prompt": None, "messages": None}, f"prompt and messages {EMPTY}"),
-    ({"question\n\t": "1 + 1?", "answer": "2"}, "prompt is missing; there are question , answer. Rows have"),
+    ({"asked\n\t": "1 + 1?", "answer": "2"}, "prompt is missing; there are asked , answer. Rows have"),
     ({**ROW, "reward_model": '{"ground_truth": "2"}'}, "reward_model should be an object"),
     (asking({"role": "user"}), "prompt[1] (user) has no content: write its text"),
     (asking({"role": "user", "content": 1}), "prompt[1] (user) has content 1: write its text"),
@@ -183,15 +183,15 @@ def test_an_image_is_found_in_any_row_of_a_table(tmp_path: Path) -> None:
 
 
 def test_the_command_that_an_error_names_writes_the_prompts(tmp_path: Path) -> None:
-    path = json_lines(tmp_path / "a.jsonl", {"question": "1 + 1?", "answer": "2"})
-    with pytest.raises(UserError, match="prompt is missing; there are question, answer") as refused:
+    path = json_lines(tmp_path / "a.jsonl", {"asked": "1 + 1?", "answer": "2"})
+    with pytest.raises(UserError, match="prompt is missing; there are asked, answer") as refused:
         list(PromptDataset([path]))
     [command] = re.findall("`ratchet (.*)`", str(refused.value))
     for placeholder, value in (
         ("OUT", tmp_path),
         ("FILE", path),
         ("NAME", "sums"),
-        ("prompt COLUMN", "prompt question"),
+        ("prompt COLUMN", "prompt asked"),
         ("truth COLUMN", "truth answer"),
     ):
         command = command.replace(placeholder, str(value))

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from ratchet.infra.runs.parquet_file import write_parquet
 from ratchet.infra.runs.run import Run, open_run
-from ratchet.infra.runs.training_data import METADATA, Dataset, Reason, dataset
+from ratchet.infra.runs.training_data import Dataset, Reason, dataset
 from ratchet.infra.store.manifest import Fingerprint, Manifest
 from ratchet.infra.store.records import ShardCommit, StageCommit
-from ratchet.infra.store.run_store import RunStore
+from ratchet.infra.store.run_store import ORIGIN, RunStore
 from ratchet.rlhf.config import RewardTraining, SFTConfig
 from ratchet.rlhf.data.overlap import near_duplicates
 from ratchet.rlhf.data.selection import Kind, Selection
@@ -438,7 +438,7 @@ def test_every_row_keeps_what_is_promised(
     again = dataset([open_run(run.store.url) for run in runs], selection)
     assert again.table.equals(first.table, check_metadata=True)
     by_name = {run.store.url.rpartition("/")[2]: run.trajectories() for run in runs}
-    origin = json.loads(first.table.schema.metadata[METADATA])
+    origin = json.loads(first.table.schema.metadata[ORIGIN])
     assert {name: open_run(of_run["url"]).state.slot for name, of_run in origin["runs"].items()} == {
         name: of_run["log"] for name, of_run in origin["runs"].items()
     }
@@ -629,7 +629,7 @@ def test_a_dataset_is_written_whole_with_its_origin(tmp_path: Path) -> None:
     for path in paths:
         write_parquet(made(open_run(run.store.url), Kind.dpo).table, str(path))
     assert paths[0].read_bytes() == paths[1].read_bytes()
-    origin = json.loads(pq.read_schema(paths[0]).metadata[METADATA])
+    origin = json.loads(pq.read_schema(paths[0]).metadata[ORIGIN])
     assert origin["selection"]["kind"] == "dpo"
     assert sorted(tmp_path.iterdir()) == paths, "nothing else is left there"
     write_parquet(made(run, Kind.dpo).table, "memory://datasets/pairs.parquet")

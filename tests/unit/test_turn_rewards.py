@@ -13,7 +13,7 @@ from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig, parse_config
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import TRAJECTORY, parts_of
 from ratchet.tasks.stages.advantages import ADVANTAGES, AdvantagesConfig
 from ratchet.tasks.stages.score import SCORE, ScoreConfig
 
@@ -106,14 +106,17 @@ def test_a_reward_knows_how_the_rendered_prompt_ends() -> None:
         turns=[None, None],
         **SUMMED,
     )
-    assert [dict(parts)["format"] for parts in batch.list("reward_parts")] == [1.0, 0.0]
-    assert [dict(parts)["tests.rewards_of_responses:tail_length"] for parts in batch.list("reward_parts")] == [200, 13]
+    assert [parts_of(parts)["format"] for parts in batch.list("reward_parts")] == [1.0, 0.0]
+    assert [parts_of(parts)["tests.rewards_of_responses:tail_length"] for parts in batch.list("reward_parts")] == [
+        200,
+        13,
+    ]
 
 
 def test_what_a_rule_gives_besides_stands_at_the_last_token() -> None:
     config = config_of(reward__function="tests.rewards:letters")
     batch = scored(config)
-    rules = [dict(parts)["rule"] for parts in batch.list("reward_parts")]
+    rules = [parts_of(parts)["rule"] for parts in batch.list("reward_parts")]
     assert batch.list("score") == [3 + rules[0], -4 + rules[1]]
     assert batch.list("token_scores") == [[1, 0, 0, 2], [0, -4, 0, 0]]
     rewards = advantages(config.with_values({"algorithm.advantage": "grpo"}), batch)["token_rewards"]
