@@ -28,10 +28,10 @@ from ratchet.rlhf.config.sections import (
     ReferenceConfig,
     RewardConfig,
     RolloutConfig,
-    RunSection,
     Tracker,
     TrainConfig,
     TrainerConfig,
+    TrainRunSection,
     ValidationConfig,
 )
 
@@ -58,7 +58,7 @@ HOW_COMPUTED: dict[str, dict[str, bool | set[str]]] = {
 class RunConfig(Section):
     """The whole configuration of a run."""
 
-    run: RunSection = Field(RunSection(), description="name, store and seed of the run")
+    run: TrainRunSection = Field(TrainRunSection(), description="name, store and seed of the run")
     model: ModelConfig = Field(description="model of the actor; default for the critic and the reference")
     data: DataConfig = Field(description="prompts")
     rollout: RolloutConfig = Field(RolloutConfig(), description="how responses are generated")

@@ -51,6 +51,19 @@ class RunSection(Section):
     group: str | None = Field(None, description="group of the run in W&B, MLflow and trackio")
     tags: OneOrMore[str] = Field((), description="tags of the run in W&B and MLflow")
     seed: int = Field(0, ge=0, description="seed of all randomness in the run")
+    deterministic: bool = Field(
+        False,
+        description="GPUs compute the same bits each time, with slower kernels, and a replayed update must give the "
+        "committed weights; a CPU always does",
+    )
+    single_writer: bool = Field(
+        False, description="allow a store that ignores create-if-absent; only safe if a single driver writes"
+    )
+
+
+class TrainRunSection(RunSection):
+    """The keys that fine-tuning runs lack."""
+
     stages: OneOrMore[str] = Field(
         (), description="more stages of each iteration, in your code: package.module:STAGE or file.py:STAGE"
     )
@@ -59,14 +72,6 @@ class RunSection(Section):
     )
     on_callback_error: Literal["note", "fail"] = Field(
         "note", description="when a callback raises: print a note, or stop the run"
-    )
-    deterministic: bool = Field(
-        False,
-        description="GPUs compute the same bits each time, with slower kernels, and a replayed update must give the "
-        "committed weights; a CPU always does",
-    )
-    single_writer: bool = Field(
-        False, description="allow a store that ignores create-if-absent; only safe if a single driver writes"
     )
 
 
