@@ -23,6 +23,7 @@ COLUMNS = (
     "rollout_is_weights",
     "selection_noise",
     "entropy",
+    "sum_pi_squared",
     "advantages",
     "returns",
     "values",
