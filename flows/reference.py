@@ -105,6 +105,7 @@ NAMES = {
     "group_ids": "groups (rollout.n > 1)",
     "greedy_scores": "greedy answers",
     "reward_parts": "parts of the reward",
+    "sum_pi_squared": "squared probabilities",
     "turns": "turns (rollout.environment)",
     "states": "what each turn follows",
 }
@@ -178,6 +179,7 @@ def _row(key: str, algorithm: type) -> str:
     minimal = {
         "model": {"path": "model"},
         "data": {"train": "prompts.parquet"},
+        "rollout": {"n": 8},
         # these add no stages
         "algorithm": {"loss": "gpg", "advantage": "grpo"},
     }
@@ -186,7 +188,7 @@ def _row(key: str, algorithm: type) -> str:
     if not getattr(algorithm, "learns_from_reward", True):
         talks |= {"algorithm.distillation": {}, "teacher": {"path": "teacher"}}
     if key == "algorithm.experts":
-        talks |= {"data.replay": {"files": ["answers.parquet"]}, "rollout.n": 8}
+        talks |= {"data.replay": {"files": ["answers.parquet"]}}
     config = parse_config(minimal, "reference").with_values({key: options, **talks})
     stages = ", ".join(f"`{stage}`" for stage in names_of(config) if stage not in ALWAYS)
     papers = ", ".join(

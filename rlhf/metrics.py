@@ -228,6 +228,9 @@ METRICS = (
         "a loss that clips",
     ),
     Metric("actor/ppo_kl", "update_actor", "KL of the update", "nats per token", "a loss with a ratio"),
+    Metric(
+        "actor/vespo_weight", "update_actor", "weight of a response, mean over tokens", "", "`algorithm.loss` vespo"
+    ),
     Metric("actor/entropy_loss", "update_actor", "entropy in the loss", "nats", "`algorithm.entropy_coef` is not 0"),
     Metric("actor/kl_loss", "update_actor", "KL to the reference in the loss", "nats", "`algorithm.kl.in_loss`"),
     Metric("actor/router_aux_loss", "update_actor", "auxiliary loss of the router", "", "`output_router_logits`"),

@@ -297,6 +297,13 @@ TRAJECTORY = TrajectorySchema(
         ),
         Column("old_log_probs", _FLOATS, "old_log_probs", "log-probs [T] from the actor before the update", "nat"),
         Column("entropy", _FLOATS, "old_log_probs", "entropy [T] of the actor's distribution", "nat"),
+        Column(
+            "sum_pi_squared",
+            _FLOATS,
+            "old_log_probs",
+            "sum [T] of the squared probabilities of the actor's distribution",
+            null="no algorithm.advantage needs it",
+        ),
         Column("ref_log_probs", _FLOATS, "ref_log_probs", "log-probs [T] from the reference", "nat"),
         Column("teacher_log_probs", _FLOATS, "teacher_log_probs", "log-probs [T] from the teacher", "nat"),
         Column("values", _FLOATS, "values", "values [T] from the critic before the update"),

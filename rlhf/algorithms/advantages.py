@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from ratchet.rlhf.algorithms.base import Algorithm
 from ratchet.rlhf.algorithms.groups import Groups
-from ratchet.rlhf.algorithms.masked import sequence_mean, sequence_sum, whiten
+from ratchet.rlhf.algorithms.masked import EPSILON, sequence_mean, sequence_sum, whiten
 from ratchet.rlhf.algorithms.tensor import Tensor
 from ratchet.rlhf.algorithms.turn_values import Turns
 from ratchet.rlhf.errors import UserError
@@ -34,6 +34,9 @@ class AdvantageEstimator(Algorithm):
     - ``values``, shape (batch, response): the critic's values before its update;
     - ``group_ids``, shape (batch,): equal for trajectories of the same prompt;
     - ``entropy``, shape (batch, response): entropy of the policy, in nats;
+    - ``old_log_probs``, shape (batch, response): log-probs of the policy before its update, in nats;
+    - ``sum_pi_squared``, shape (batch, response): sum of the squared probabilities of all tokens that the policy could
+      have drawn;
     - ``greedy_scores``, shape (batch,): score of the greedy answer to the same prompt;
     - ``reward_parts``: each named part of the score, shape (batch,);
     - ``turns``, int64, shape (batch, response): number of the turn that each token belongs to, in its trajectory;
@@ -61,11 +64,12 @@ class AdvantageEstimator(Algorithm):
         """Clamps scores, or parts of them, to ± `clip_rewards` if configured."""
         return scores if self.clip_rewards is None else scores.clamp(-self.clip_rewards, self.clip_rewards)
 
-    def teaches(self, scores: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
+    def teaches(self, scores: Scores, lengths: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
         """Finds the trajectories to train on; the losses and the batch statistics leave the others out.
 
-        With `drop_zero_std_groups`, groups whose scores are all equal are left out. Estimators that compare the
-        trajectories of a prompt leave out a trajectory that is alone in its group.
+        `lengths` are numbers of unmasked tokens. With `drop_zero_std_groups`, groups whose scores are all equal are
+        left out. Estimators that compare the trajectories of a prompt leave out a trajectory that is alone in its
+        group.
         """
         groups = Groups(group_ids)
         if self.drop_zero_std_groups:
@@ -93,11 +97,12 @@ def generalized_advantages(
     values: Float[Tensor, "batch step"],
     mask: Float[Tensor, "batch step"],
     gamma: float,
-    lam: float,
+    lam: float | Scores,
 ) -> Float[Tensor, "batch step"]:
     """Computes the advantages of `GAE` for each step, a token or a turn. Masked steps are skipped.
 
-    `values` are those of the state before each step. A masked step gets the advantage of the step that follows.
+    `values` are those of the state before each step. A masked step gets the advantage of the step that follows. `lam`
+    may differ from trajectory to trajectory.
     """
     advantages = rewards.new_zeros(rewards.shape)
     next_value = rewards.new_zeros(rewards.shape[0])
@@ -118,7 +123,8 @@ class GAE(AdvantageEstimator):
         \delta_t = r_t + \gamma V_{t+1} - V_t, \qquad A_t = \delta_t + \gamma\lambda A_{t+1}, \qquad R_t = A_t + V_t
 
     with :math:`V = A = 0` after the last token. Masked tokens (tool output) are skipped: t+1 is the next unmasked
-    token. Returns are computed before the advantages are whitened.
+    token. Returns are computed before the advantages are whitened. With `critic_lam`, they are computed with this
+    lambda instead (VC-PPO, arXiv 2503.01491): 1 lets the critic learn the observed return, however long the response.
     """
 
     type: Literal["gae"] = "gae"
@@ -129,13 +135,45 @@ class GAE(AdvantageEstimator):
         le=1,
         description="GAE's lambda: 0 trusts the critic, 1 the observed return (TRL; verl and OpenRLHF have 1)",
     )
+    critic_lam: float | None = Field(
+        None, ge=0, le=1, description="lambda of the returns, which the critic learns; null: `lam`"
+    )
     whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
     needs: ClassVar[tuple[str, ...]] = ("values",)
 
     def __call__(self, token_rewards: Tokens, mask: Tokens, *, values: Tokens) -> tuple[Tokens, Tokens]:
         """Computes advantages and returns from the critic's values before its update."""
         advantages = generalized_advantages(token_rewards, values, mask, self.gamma, self.lam)
-        return self.finished(advantages, mask), (advantages + values).where(mask > 0, 0.0)
+        of_critic = advantages
+        if self.critic_lam is not None:
+            of_critic = generalized_advantages(token_rewards, values, mask, self.gamma, self.critic_lam)
+        return self.finished(advantages, mask), (of_critic + values).where(mask > 0, 0.0)
+
+
+class VAPO(AdvantageEstimator):
+    r"""Generalized advantage estimation with a lambda that grows with the response's length (VAPO, arXiv 2504.05118).
+
+    .. math:: \lambda_i = \max\left(0,\; 1 - \frac{1}{\alpha |y_i|}\right)
+
+    in `gae`, so that the rewards of the last tokens reach the first ones of a long response; |y| counts unmasked
+    tokens. Returns have a lambda of their own, `critic_lam`. The paper also adds the likelihood of right answers to the
+    loss, clips higher (``loss.clip_ratio_high: 0.28``) and trains the critic alone first
+    (``critic.warmup_iterations``).
+    """
+
+    type: Literal["vapo"] = "vapo"
+    gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
+    alpha: float = Field(0.05, gt=0, description="how fast lambda grows: it is 0 up to a length of 1 / alpha tokens")
+    critic_lam: float = Field(1.0, ge=0, le=1, description="lambda of the returns, which the critic learns")
+    whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
+    needs: ClassVar[tuple[str, ...]] = ("values",)
+
+    def __call__(self, token_rewards: Tokens, mask: Tokens, *, values: Tokens) -> tuple[Tokens, Tokens]:
+        """Computes advantages and returns from the critic's values before its update."""
+        lam = (1.0 - 1.0 / (self.alpha * mask.sum(-1).clamp(min=1.0))).clamp(min=0.0)
+        advantages = generalized_advantages(token_rewards, values, mask, self.gamma, lam)
+        of_critic = generalized_advantages(token_rewards, values, mask, self.gamma, self.critic_lam)
+        return self.finished(advantages, mask), (of_critic + values).where(mask > 0, 0.0)
 
 
 class TurnGAE(AdvantageEstimator):
@@ -264,6 +302,24 @@ class DrGRPO(GroupEstimator):
         return relative_to_group(scores, groups, norm_by_std=False, epsilon=0.0)
 
 
+class MaxRL(GroupEstimator):
+    r"""Maximum-likelihood reinforcement learning (MaxRL, arXiv 2602.02710): divides by the group's mean instead of the
+    standard deviation, so that a prompt counts the more, the more rarely it is solved.
+
+    .. math:: A_i = \frac{R_i - \operatorname{mean}(R_{group})}{\operatorname{mean}(R_{group})}
+
+    and 0 if the mean is not positive. For scores of 0 and 1. With more answers per prompt (``rollout.n``), the gradient
+    comes nearer to that of the log of the probability of a right answer.
+    """
+
+    type: Literal["max_rl"] = "max_rl"
+
+    def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
+        """Subtracts the group's mean, and divides by it; see `GroupEstimator.compare`."""
+        mean = groups.mean(scores)
+        return ((scores - mean) / mean).where(mean > 0, 0.0)
+
+
 class GRPOPassK(GroupEstimator):
     r"""Group-relative advantages for pass@k (arXiv 2503.19595): only the best trajectory of a group gets an advantage,
     its lead over the second best.
@@ -314,6 +370,49 @@ class OPO(GroupEstimator):
         return scores - groups.mean(scores, weights=lengths)
 
 
+class OptimalTokenBaseline(AdvantageEstimator):
+    r"""The optimal token baseline (OTB, arXiv 2602.07078): each token has the baseline of least variance, the mean
+    return of the group from there on, weighted by how much the policy's gradient has varied so far.
+
+    .. math::
+        A_{it} = G_{it} - \frac{\sum_j W_{jt} G_{jt}}{\sum_j W_{jt}}, \qquad
+        W_{jt} = \sum_{s \le t} \left(1 - 2 \pi_{js} + \sum_v \pi_{js}(v)^2\right), \qquad
+        G_{it} = \sum_{s \ge t} r_{is}
+
+    The sums over j are over the trajectories of the group that have a token t; t counts unmasked tokens. The baseline
+    is 0 where only one trajectory has one, as in verl. The weights of the rollout correction do not enter W.
+    """
+
+    type: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+    needs: ClassVar[tuple[str, ...]] = ("group_ids", "old_log_probs", "sum_pi_squared")
+
+    def __call__(
+        self,
+        token_rewards: Tokens,
+        mask: Tokens,
+        *,
+        group_ids: Int[Tensor, " batch"],
+        old_log_probs: Tokens,
+        sum_pi_squared: Tokens,
+    ) -> tuple[Tokens, Tokens]:
+        """Computes advantages, and returns: the rewards-to-go."""
+        groups, exists = Groups(group_ids), mask > 0
+        returns = token_rewards.where(exists, 0.0).flip(-1).cumsum(-1).flip(-1) * mask
+        # at most 1 and at least 0, but for rounding
+        energy = (1.0 - 2.0 * old_log_probs.clamp(max=0.0).exp() + sum_pi_squared).clamp(min=0.0).where(exists, 0.0)
+        place = (exists.cumsum(-1) - 1).clamp(min=0)
+
+        def packed(x: Tokens) -> Tokens:
+            return x.new_zeros(x.shape).scatter_add(1, place, x.where(exists, 0.0))
+
+        of_place, weights, count = packed(returns), packed(energy.cumsum(-1)), groups.sum(packed(mask))
+        # the mean of equal returns is exactly their value
+        largest = groups.max(of_place.where(packed(mask) > 0, float("-inf"))).where(count > 0, 0.0)
+        below = groups.sum(weights * (of_place - largest)) / groups.sum(weights).clamp(min=EPSILON)
+        baseline = (largest + below).where(count > 1, 0.0)
+        return self.finished(returns - baseline.gather(1, place), mask), returns
+
+
 class GPG(GroupEstimator):
     r"""Group policy gradient (arXiv 2504.02546): the difference to the group's mean, scaled up to make up for
     trajectories with score 0.
@@ -359,7 +458,7 @@ class RAFT(GroupEstimator):
     best: int = Field(1, gt=0, description="number of best answers to a prompt to learn from; of equal ones, the first")
     min_score: float | None = Field(None, description="answers with a lower score are left out; null: none")
 
-    def teaches(self, scores: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
+    def teaches(self, scores: Scores, lengths: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
         """Finds the best answers; see `AdvantageEstimator.teaches`."""
         groups = Groups(group_ids)
         chosen = groups.rank(scores) < self.best
@@ -370,6 +469,42 @@ class RAFT(GroupEstimator):
     def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
         """Returns 1 for each trajectory to train on; see `GroupEstimator.compare`."""
         return (lengths > 0).to(scores.dtype)
+
+
+class GFPO(GroupEstimator):
+    r"""Group filtered policy optimization (GFPO, arXiv 2508.09726): learns only from the answers of a group that are
+    most efficient, or shortest.
+
+    .. math::
+        S = \operatorname{top}_k\left(\frac{R_i}{|y_i|}\right) \text{ or } \operatorname{top}_k(-|y_i|), \qquad
+        A_i = \frac{R_i - \operatorname{mean}(R_S)}{\operatorname{std}(R_S) + \epsilon} \text{ for } i \in S
+
+    :math:`|y|` counts unmasked tokens. The other trajectories are left out of the losses. The standard deviation is
+    Bessel-corrected.
+    """
+
+    type: Literal["gfpo"] = "gfpo"
+    keep: int = Field(4, ge=2, description="number k of answers to a prompt to learn from; of equal ones, the first")
+    metric: Literal["token_efficiency", "length"] = Field(
+        "token_efficiency", description="token_efficiency: highest score per token; length: shortest"
+    )
+    norm_by_std: bool = Field(True, description="divide by the standard deviation of those that are kept")
+    epsilon: float = Field(1e-6, gt=0, description="added to the standard deviation")
+
+    def teaches(self, scores: Scores, lengths: Scores, group_ids: Int[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
+        """Finds the answers to keep; see `AdvantageEstimator.teaches`."""
+        wanted = scores / lengths.clamp(min=1.0) if self.metric == "token_efficiency" else -lengths
+        kept = Groups(group_ids).rank(wanted) < self.keep
+        teaches = kept.clone()
+        teaches[kept] = super().teaches(scores[kept], lengths[kept], group_ids[kept])
+        return teaches
+
+    def compare(self, scores: Scores, lengths: Scores, groups: Groups) -> Scores:
+        """Compares the trajectories that `teaches` leaves; see `GroupEstimator.compare`."""
+        kept = lengths > 0
+        compared = scores.new_zeros(len(scores))
+        compared[kept] = relative_to_group(scores[kept], Groups(groups.index[kept]), self.norm_by_std, self.epsilon)
+        return compared
 
 
 class NoAdvantage(AdvantageEstimator):
@@ -527,6 +662,10 @@ Advantage = Annotated[
     | GiGPO
     | TurnGAE
     | RAFT
+    | VAPO
+    | MaxRL
+    | OptimalTokenBaseline
+    | GFPO
     | NoAdvantage,
     Field(discriminator="type"),
 ]

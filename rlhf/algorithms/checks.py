@@ -22,6 +22,7 @@ COLUMNS = (
     "rollout_is_weights",
     "selection_noise",
     "entropy",
+    "sum_pi_squared",
     "advantages",
     "returns",
     "values",
@@ -102,7 +103,7 @@ def check_advantage(estimator: AdvantageEstimator, examples: int = 50) -> None:
         if unknown:
             raise UserError(
                 f"needs names {unknown[0]}, which no stage computes: choose among values, group_ids, entropy, "
-                "greedy_scores, reward_parts, turns and states"
+                "greedy_scores, old_log_probs, sum_pi_squared, reward_parts, turns and states"
             )
         results = estimator(batch["token_rewards"], batch["mask"], **{name: inputs[name] for name in estimator.needs})
         if not isinstance(results, tuple) or len(results) != 2:

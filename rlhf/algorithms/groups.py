@@ -11,7 +11,7 @@ class Groups:
     """The groups of a batch.
 
     Every statistic takes values of shape (batch,) and returns a tensor of the same shape: for each trajectory, the
-    statistic of its group.
+    statistic of its group. `sum` and `max` take more dimensions, too.
     """
 
     def __init__(self, group_ids: Int[Tensor, " batch"]) -> None:
@@ -21,9 +21,9 @@ class Groups:
         self.size: Int[Tensor, " batch"] = self.index.bincount()[self.index]
         self.alone: Bool[Tensor, " batch"] = self.size == 1
 
-    def sum(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    def sum(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Sums over the group."""
-        return x.new_zeros(len(x)).index_add(0, self.index, x)[self.index]
+        return x.new_zeros(x.shape).index_add(0, self.index, x)[self.index]
 
     def mean(
         self, x: Float[Tensor, " batch"], weights: Float[Tensor, " batch"] | None = None
@@ -37,9 +37,10 @@ class Groups:
         """Computes the Bessel-corrected standard deviation of the group; 0 for a group of one."""
         return (self.sum((x - self.mean(x)) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
 
-    def max(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    def max(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Finds the maximum of the group."""
-        return x.new_zeros(len(x)).scatter_reduce(0, self.index, x, "amax", include_self=False)[self.index]
+        index = self.index.view(-1, *[1] * (x.dim() - 1)).expand_as(x)
+        return x.new_zeros(x.shape).scatter_reduce(0, index, x, "amax", include_self=False)[self.index]
 
     def min(self, x: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
         """Finds the minimum of the group."""

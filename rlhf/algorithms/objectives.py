@@ -16,6 +16,7 @@ from torch.nn.functional import logsigmoid
 from ratchet.rlhf.algorithms.kl import Estimator, kl_divergence
 from ratchet.rlhf.algorithms.masked import Aggregation, LossNormalizers, aggregate, masked_mean, sequence_sum
 from ratchet.rlhf.algorithms.policy_losses import PolicyLossBase, SelectingLoss
+from ratchet.rlhf.algorithms.rollout_correction import RolloutCorrection
 from ratchet.rlhf.algorithms.tensor import Tensor
 
 Tokens = Float[Tensor, "batch response"]
@@ -81,6 +82,9 @@ class ActorObjective:
     that generated it. The ratio is then 1 and only its gradient matters."""
     weighted: bool = False
     """True if the batch has token weights from rollout correction."""
+    correction: RolloutCorrection | None = None
+    """The rollout correction with `bypass`, which compares the current log-probs with the rollout's, given as the old
+    ones; None: what it says is in `weighted` and the mask already."""
     horizon: int | None = None
     """Maximum response length in tokens, for `seq-mean-token-sum-norm`; None: the longest of the mini-batch."""
     together: int = 1
@@ -90,6 +94,8 @@ class ActorObjective:
     def columns(self) -> tuple[str, ...]:
         """See `Objective.columns`."""
         needs = [name for name in self.policy_loss.needs if name != "old_log_probs" or not self.on_policy]
+        if self.correction is not None and "old_log_probs" not in needs:
+            needs += self.correction.needs
         ref = ("ref_log_probs",) if self.kl_in_loss is not None else ()
         return ("loss_mask", "advantages", *needs, *ref, *(("rollout_is_weights",) if self.weighted else ()))
 
@@ -115,9 +121,16 @@ class ActorObjective:
         options = {"selected": batch["selected"] > 0} if "selected" in batch else {}
         if self.weighted:
             options["rollout_is_weights"] = batch["rollout_is_weights"]
-        old = self._old(log_probs, batch)
-        loss, metrics = self.policy_loss(log_probs, old, batch["advantages"], mask, normalizers, **options)
+        old, kept = self._old(log_probs, batch), mask
+        corrected: dict[str, Float[Tensor, ""]] = {}
+        if self.correction is not None:
+            kept, corrected = self._kept(log_probs, old, mask, normalizers)
+            if self.correction.weights is not None:
+                options["rollout_is_weights"] = weights = self.correction.weights(log_probs.detach(), old, mask)
+                corrected["rollout_is_mean"] = masked_mean(weights, mask, normalizers)
+        loss, metrics = self.policy_loss(log_probs, old, batch["advantages"], kept, normalizers, **options)
         metrics = {f"actor/{name}": value for name, value in metrics.items()} | {"actor/pg_loss": loss}
+        metrics |= {f"rollout_corr/{name}": value for name, value in corrected.items()}
         if self.entropy_coef:
             metrics["actor/entropy_loss"] = entropy = aggregate(outputs["entropy"], mask, how, normalizers)
             loss = loss - self.entropy_coef * entropy
@@ -126,6 +139,23 @@ class ActorObjective:
             metrics["actor/kl_loss"] = aggregate(kl, mask, how, normalizers)
             loss = loss + self.kl_in_loss * metrics["actor/kl_loss"]
         return loss, metrics
+
+    def _kept(
+        self, log_probs: Tokens, old: Tokens, mask: Tokens, normalizers: LossNormalizers
+    ) -> tuple[Tokens, dict[str, Float[Tensor, ""]]]:
+        """Returns the mask without the tokens that the correction rejects, and their share of all by name.
+
+        The rejected tokens still count in the normalizers, as in verl.
+        """
+        assert self.correction is not None
+        kept, rejected = mask, {}
+        for rejection in self.correction.rejection:
+            passing = rejection(log_probs.detach(), old, mask)
+            rejected[f"rollout_rs_{rejection.statistic}_masked_fraction"] = masked_mean(
+                1.0 - passing, mask, normalizers
+            )
+            kept = kept * passing
+        return kept, rejected
 
     def _select(self, outputs: Outputs, batch: Outputs) -> Tokens:
         assert isinstance(self.policy_loss, SelectingLoss)

@@ -9,6 +9,7 @@ Unless a docstring says otherwise, tensors are float32 of shape (batch, response
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
@@ -346,6 +347,42 @@ class SAPO(SequenceLoss):
         return -gate * advantages, {"pg_clipfrac": never, "pg_clipfrac_lower": never, "ppo_kl": -log_ratio}
 
 
+class VESPO(TokenLoss):
+    r"""Variational sequence-level soft policy optimization (VESPO, arXiv 2602.10693): weights each response by a smooth
+    function of its ratio, which is the product of those of its tokens.
+
+    .. math::
+        W = \prod_t \rho_t, \qquad \phi(W) = W^k e^{\lambda (1 - W)}, \qquad
+        L_t = -\operatorname{sg}[\phi(W)]\, A \log\pi_t
+
+    sg stops the gradient. k and :math:`\lambda` depend on the sign of A; log W is clamped to [log 1e-8, 20]. For the
+    paper's ratio to the policy that drew the response, set ``rollout_correction.bypass``.
+    """
+
+    type: Literal["vespo"] = "vespo"
+    k_pos: float = Field(
+        2.0, gt=0, description="how sharply the weight falls below a ratio of 1, where A is not negative"
+    )
+    lambda_pos: float = Field(3.0, gt=0, description="how sharply it falls above a ratio of 1, where A is not negative")
+    k_neg: float = Field(3.0, gt=0, description="how sharply it falls below a ratio of 1, where A is negative")
+    lambda_neg: float = Field(2.0, gt=0, description="how sharply it falls above a ratio of 1, where A is negative")
+
+    def token_losses(
+        self, log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Tokens
+    ) -> tuple[Tokens, Metrics]:
+        """Weights the REINFORCE loss by the response's detached weight; see `PolicyLossBase.token_losses`.
+
+        The metrics are `ppo_kl`, in nats, and `vespo_weight`.
+        """
+        log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_w = sequence_sum(log_ratio.detach(), mask).clamp(math.log(1e-8), MAX_LOG_RATIO)[:, None]
+        negative = advantages < 0
+        k = mask.new_full(mask.shape, self.k_pos).masked_fill(negative, self.k_neg)
+        lam = mask.new_full(mask.shape, self.lambda_pos).masked_fill(negative, self.lambda_neg)
+        weight = (k * log_w + lam * (1.0 - log_w.exp())).exp()
+        return -weight * advantages * log_probs, {"ppo_kl": -log_ratio, "vespo_weight": weight}
+
+
 class DPPO(TokenLoss):
     """Base class of the two divergence losses.
 
@@ -533,6 +570,6 @@ def largest(x: Tokens, candidates: Flags, count: int) -> Flags:
 
 
 PolicyLoss = Annotated[
-    PPOClip | GSPO | GPGLoss | CISPO | GMPO | SAPO | DPPOTV | DPPOKL | ClipCov | KLCov | DRO,
+    PPOClip | GSPO | GPGLoss | CISPO | GMPO | SAPO | DPPOTV | DPPOKL | ClipCov | KLCov | DRO | VESPO,
     Field(discriminator="type"),
 ]

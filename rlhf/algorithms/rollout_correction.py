@@ -141,7 +141,12 @@ class Rejection(Options):
 
 
 class RolloutCorrection(Options):
-    """Reconciles the log-probs of the rollout engine with those of the trainer."""
+    """Reconciles the log-probs of the rollout engine with those of the trainer.
+
+    `weights` and `rejection` compare the actor before the update with the rollout. With `bypass`, that actor's
+    log-probs are unknown, and the loss compares the current ones (verl's `bypass_mode`). Weights are then for a loss
+    without a ratio.
+    """
 
     bypass: bool = Field(
         False, description="use the rollout's log-probs as the old ones and skip the old-log-prob stage"
@@ -152,11 +157,11 @@ class RolloutCorrection(Options):
     )
 
     @model_validator(mode="after")
-    def _bypass_compares_nothing(self) -> RolloutCorrection:
-        if self.bypass and (self.weights is not None or self.rejection):
+    def _bypass_sees_micro_batches(self) -> RolloutCorrection:
+        if self.bypass and self.weights is not None and self.weights.normalize:
             raise ValueError(
-                "bypass uses the rollout's log-probs as the old ones, so weights and rejection have nothing to "
-                "compare: remove them, or set bypass: false"
+                "weights.normalize needs the weights of the whole batch, but with bypass the loss computes them "
+                "micro-batch by micro-batch: remove one of them"
             )
         return self
 

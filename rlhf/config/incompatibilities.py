@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ratchet.rlhf.algorithms.advantages import GFPO
 from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.engines import FSDPConfig, HFConfig, ServerConfig, VLLMConfig
 from ratchet.rlhf.config.reading import listed, yaml_text
@@ -407,10 +408,24 @@ def _algorithms_fit(config: RunConfig) -> Iterator[str]:
             f"algorithm.advantage {advantage.type} is for turns, but there is no rollout.environment or rollout.agent "
             "that takes turns with the policy: set one, or choose another advantage (grpo, gae)"
         )
-    if config.bypass and "entropy" in advantage.needs:
+    correction = algorithm.rollout_correction
+    is_weighted = correction is not None and correction.bypass and correction.weights is not None
+    if is_weighted and "old_log_probs" in algorithm.loss.needs:
         yield (
-            f"algorithm.advantage {advantage.type} needs the entropy, which the old-log-prob stage computes, but "
-            "algorithm.rollout_correction.bypass removes that stage: set bypass: false"
+            f"algorithm.rollout_correction has bypass and weights, but algorithm.loss {algorithm.loss.type} has the "
+            "ratio to the rollout already: remove weights, or set algorithm.loss: gpg"
+        )
+    of_actor = {"entropy": "the entropy", "sum_pi_squared": "the squared probabilities"}
+    for name, what in of_actor.items():
+        if config.bypass and name in advantage.needs:
+            yield (
+                f"algorithm.advantage {advantage.type} needs {what}, which the old-log-prob stage computes, but "
+                "algorithm.rollout_correction.bypass removes that stage: set bypass: false"
+            )
+    if isinstance(advantage, GFPO) and advantage.keep >= config.rollout.n:
+        yield (
+            f"algorithm.advantage.keep is {advantage.keep}, and rollout.n {config.rollout.n}: gfpo would leave no "
+            "answer out: raise rollout.n, or lower keep"
         )
     if "reward_parts" in advantage.needs and kl.in_reward is not None:
         yield (

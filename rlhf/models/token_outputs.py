@@ -124,14 +124,14 @@ class TokenOutputs(torch.nn.Module):
         Args:
             position_ids: same shape; None: counted from the left.
             at: indices in the flattened `input_ids` of the positions that predict the targets, shape (tokens,).
-            outputs: names of the outputs; only `entropy` is optional.
+            outputs: names of the outputs; `entropy` and `sum_pi_squared` are optional, and the latter has no gradient.
             shared: how the tokens of a row of several sequences attend to each other; None: each row is a sequence.
             copies: number of sequences that each token is part of, shape (sequences, time); None: the router's
                 auxiliary loss is not computed.
 
         Returns:
-            Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats, `values`, or `scores`; and the
-            scalar `router_aux_loss` if `copies` is given.
+            Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats and `sum_pi_squared`, `values`,
+            or `scores`; and the scalar `router_aux_loss` if `copies` is given.
         """
         if self.team is None:
             attend_to = {} if shared is None or not self.takes_segments else prefix_sharing.inputs(shared)
@@ -214,10 +214,14 @@ class TokenOutputs(torch.nn.Module):
         compute = (
             compiled_log_probs() if self.kernels == "compile" and self.vocabulary is None else log_probs_and_entropy
         )
-        log_probs, entropy = compute(
-            self._logits(hidden), targets, temperature, entropy="entropy" in outputs, share=self.vocabulary
-        )
-        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        logits = self._logits(hidden)
+        optional = {}
+        if "sum_pi_squared" in outputs:  # first: the gradient of the others overwrites the logits
+            optional["sum_pi_squared"] = sum_pi_squared(logits.detach(), temperature, self.vocabulary)
+        log_probs, entropy = compute(logits, targets, temperature, entropy="entropy" in outputs, share=self.vocabulary)
+        if entropy is not None:
+            optional["entropy"] = entropy
+        return {"log_probs": log_probs, **optional}
 
     def _has_plain_head(self) -> bool:
         """Returns True if this process has the whole head, and it is only a matrix."""
@@ -383,6 +387,24 @@ def _of_share(
     total, of_targets, *weighted = _SumOverTeam.apply(torch.stack(terms), share.group).unbind()  # type: ignore[no-untyped-call]
     normalizer = largest + total.log()
     return of_targets - normalizer, normalizer - weighted[0] / total if entropy else None
+
+
+def sum_pi_squared(
+    logits: Float[Tensor, "tokens vocab"], temperature: float, share: VocabularyShare | None = None
+) -> Float[Tensor, " tokens"]:
+    r"""Computes :math:`\sum_v \pi_v^2` in float32, without gradient; see `log_probs_and_entropy`."""
+    sums = logits.new_empty((2, len(logits)), dtype=torch.float32)
+    # the members of a team call equally often, whatever their parts are
+    for rows in _blocks(logits) if share is None else [slice(None)]:
+        scaled = _scaled(logits[rows], temperature)
+        largest = scaled.amax(-1)
+        if share is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=share.group)
+        exponentials = (scaled - largest.unsqueeze(-1)).exp()
+        sums[0, rows], sums[1, rows] = exponentials.sum(-1), exponentials.square().sum(-1)
+    if share is not None:
+        dist.all_reduce(sums, group=share.group)
+    return sums[1] / sums[0].square()
 
 
 @cache

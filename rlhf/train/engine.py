@@ -38,7 +38,7 @@ class InferenceEngine(Protocol):
         """Computes per-token outputs without gradients.
 
         Args:
-            outputs: names of the outputs: `log_probs` and `entropy` in nats, or `values`.
+            outputs: names of the outputs: `log_probs` and `entropy` in nats and `sum_pi_squared`, or `values`.
 
         Returns:
             Columns by name: one float32 list per row of the batch, with one value per response token.

@@ -21,6 +21,7 @@ from ratchet.rlhf.algorithms.rollout_correction import off_policy_metrics
 from ratchet.rlhf.batch import TrajectoryBatch, unpadded
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.user_algorithms import AnyAdvantage, loaded
+from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.schema import TRAJECTORY, parts_of
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.tasks.branches import last_branches, trajectory_index
@@ -62,7 +63,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     # each supervised answer is a group of its own, so that no other is compared with it
     inputs["group_ids"][is_supervised] = len(batch) + torch.arange(int(is_supervised.sum()))
     index, last = torch.from_numpy(trajectory_index(batch)), torch.from_numpy(last_branches(batch))
-    teaches = estimator.teaches(scores[last], inputs["group_ids"][last])[index] & ~is_supervised
+    teaches = estimator.teaches(scores[last], mask[last].sum(-1), inputs["group_ids"][last])[index] & ~is_supervised
     if "greedy_scores" in estimator.needs:
         has_baseline = torch.from_numpy(batch.array("greedy_score").is_valid().to_numpy(zero_copy_only=False))
         teaches &= has_baseline
@@ -75,8 +76,13 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in parts.items()}
     if "turns" in estimator.needs:
         inputs["turns"], inputs["states"] = _turns_and_states(batch)
-    for name in ("values", "entropy"):
-        if name in batch:
+    if "sum_pi_squared" in estimator.needs and batch.array("sum_pi_squared").null_count:
+        raise UserError(
+            f"algorithm.advantage {config.advantage.type} needs sum_pi_squared, but old_log_probs was computed for another "
+            "advantage: fork at old_log_probs"
+        )
+    for name in ("values", "entropy", "old_log_probs", "sum_pi_squared"):
+        if name in estimator.needs:
             inputs[name] = batch.padded(name).double()
     loss_mask = mask * teaches[:, None]
     needed = {name: inputs[name] for name in estimator.needs}
@@ -367,7 +373,7 @@ ADVANTAGES = RowsStage(
         "select": (),
         "score": ("score", "reward_parts", "reward_error", "token_scores"),
         "greedy_baseline": ("greedy_score", "greedy_tokens"),
-        "old_log_probs": ("old_log_probs", "entropy"),
+        "old_log_probs": ("old_log_probs", "entropy", "sum_pi_squared"),
         "ref_log_probs": ("ref_log_probs",),
         "teacher_log_probs": ("teacher_log_probs",),
         "values": ("values",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ratchet.infra.workers.calls import Context, ShardOutput, ShardSummary
+from ratchet.rlhf.algorithms import Advantage
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.schema import TRAJECTORY
@@ -11,6 +12,8 @@ from ratchet.tasks.stage import RowsStage
 
 
 class OldLogProbsConfig(StageConfig):
+    # operational: it only decides whether there is one more column
+    advantage: Advantage = key("algorithm.advantage", operational=True)
     dtype: str = key("model.dtype")
     temperature: float = key("rollout.temperature")
     micro_batch_tokens: int = key("actor.micro_batch_tokens", operational=True)
@@ -18,9 +21,10 @@ class OldLogProbsConfig(StageConfig):
 
 def old_log_probs(context: Context[OldLogProbsConfig]) -> ShardOutput[ShardSummary]:
     config, batch = context.config, context.batch
+    optional = ("sum_pi_squared",) if "sum_pi_squared" in config.advantage.needs else ()
     outputs = context.engine.infer(
         batch,
-        ("log_probs", "entropy"),
+        ("log_probs", "entropy", *optional),
         temperature=config.temperature,
         micro_batch_tokens=config.micro_batch_tokens,
     )
@@ -28,6 +32,7 @@ def old_log_probs(context: Context[OldLogProbsConfig]) -> ShardOutput[ShardSumma
         "trajectory_id": batch.array("trajectory_id"),
         "old_log_probs": outputs["log_probs"],
         "entropy": outputs["entropy"],
+        "sum_pi_squared": outputs.get("sum_pi_squared", [None] * len(batch)),
     }
     return ShardOutput(TrajectoryBatch.of(columns), ShardSummary())
 

@@ -36,7 +36,8 @@ class UpdateActorConfig(StageConfig):
 def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
     config, batch = context.config, context.batch
     correction, loss = config.rollout_correction, loaded(config.loss)
-    if correction is not None and correction.bypass:
+    bypass = correction if correction is not None and correction.bypass else None
+    if bypass is not None:
         # the rollout's log-probs take the place of the actor's
         batch = batch.renamed({"rollout_log_probs": "old_log_probs"})
     if "selection_noise" in loss.needs:
@@ -50,6 +51,7 @@ def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
         kl_estimator=config.kl_estimator,
         entropy_coef=config.entropy_coef,
         on_policy="old_log_probs" not in batch,
+        correction=bypass,
         weighted=not batch.array("rollout_is_weights").null_count,
         horizon=config.max_response_tokens,
     )

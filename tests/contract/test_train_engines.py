@@ -127,7 +127,8 @@ def kind_of(engine: str, head: Head, policy_folder: Path, critic_folder: Path) -
     if head == "value":
         return Kind(engine, head, critic_folder, CriticObjective(0.5), ("values",), "returns")
     objective = ActorObjective(PPOClip(), kl_in_loss=0.1, kl_estimator="k3", entropy_coef=0.01, on_policy=False)
-    return Kind(engine, head, policy_folder, objective, ("log_probs", "entropy"), "advantages")
+    outputs = ("log_probs", "entropy", "sum_pi_squared")
+    return Kind(engine, head, policy_folder, objective, outputs, "advantages")
 
 
 MIXTURES = [("torch", "qwen3_moe"), ("torch", "mixtral"), ("fsdp", "qwen3_moe"), ("megatron", "qwen3_moe")]
@@ -178,6 +179,8 @@ def doubled(kind: Kind) -> PreTrainedModel:
 
 def naive(model: torch.nn.Module, head: Head, batch: TrajectoryBatch, temperature: float) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {"values": []} if head == "value" else {"log_probs": [], "entropy": []}
+    if head != "value":
+        found["sum_pi_squared"] = []
     for prompt, response in zip(batch.list("prompt_ids"), batch.list("response_ids"), strict=True):
         logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         if head == "value":
@@ -186,6 +189,7 @@ def naive(model: torch.nn.Module, head: Head, batch: TrajectoryBatch, temperatur
         log_probs = (logits / temperature).log_softmax(-1)
         found["log_probs"].append(log_probs[torch.arange(len(response)), response])
         found["entropy"].append(-(log_probs.exp() * log_probs).sum(-1))
+        found["sum_pi_squared"].append(log_probs.exp().square().sum(-1))
     return found
 
 

@@ -110,6 +110,50 @@ def test_recipe(name: str, workspace: Path, tmp_path: Path, prefect_server: str)
         assert frame["advantages"].map(np.ptp).max() == 0  # one for each response
 
 
+BYPASS = {
+    "bypass": True,
+    "weights": {"level": "sequence", "upper": 1.5},
+    "rejection": [{"statistic": "seq_mean_k1", "upper": 2.0}],
+}
+
+
+@sampled(2)
+@pytest.mark.parametrize(
+    ("name", "algorithm", "more"),
+    [
+        ("dr_grpo", {"advantage": "optimal_token_baseline", "loss": "vespo"}, {"old_log_probs"}),
+        ("dr_grpo", {"advantage": {"type": "gfpo", "keep": 2}}, {"old_log_probs"}),
+        ("ppo", {"advantage": {"type": "vapo", "alpha": 0.5}}, {"old_log_probs", "values", "update_critic"}),
+        ("gpg", {"advantage": "max_rl", "rollout_correction": BYPASS}, {"ref_log_probs"}),
+    ],
+    ids=["optimal_token_baseline", "gfpo", "vapo", "max_rl"],
+)
+def test_algorithms_without_a_recipe(
+    name: str, algorithm: dict[str, Any], more: set[str], workspace: Path, tmp_path: Path, prefect_server: str
+) -> None:
+    changes = {"rollout.n": 4, **{f"algorithm.{key}": value for key, value in algorithm.items()}}
+    config = recipe(name, workspace, tmp_path / "runs").with_values(changes)
+    train(config)
+    run = run_of(config)
+    assert set(run.store.iteration_state(1).stages) == ALWAYS | more
+    frame, metrics = run.trajectories(), run.metrics()
+    assert set(metrics) - {"iteration"} <= set(BY_NAME), "each is in the catalogue, and so in every metrics file"
+    assert np.isfinite(metrics.to_numpy(dtype=float)).all()
+    assert (metrics["actor/grad_norm"] > 0).any()
+    if "sum_pi_squared" in config.algorithm.advantage.needs:
+        squares, own = frame["sum_pi_squared"].explode(), np.exp(frame["old_log_probs"].explode().astype(float))
+        assert ((squares >= own**2 - 1e-6) & (squares <= 1 + 1e-6)).all()
+        assert (metrics["actor/vespo_weight"] > 0).all()
+    else:
+        assert "sum_pi_squared" not in frame or frame["sum_pi_squared"].isna().all()
+    if "keep" in type(config.algorithm.advantage).model_fields:
+        learned = frame["loss_mask"].map(max).groupby([frame["iteration"], frame["prompt_id"]]).sum()
+        assert (learned == 2).all()
+    if config.bypass:
+        assert (metrics["rollout_corr/rollout_rs_seq_mean_k1_masked_fraction"] < 1).all()
+        assert (metrics["rollout_corr/rollout_is_mean"] > 0).all()
+
+
 def test_a_run_leaves_no_model_in_memory(workspace: Path, tmp_path: Path, prefect_server: str) -> None:
     """A process may do one run after the other."""
 

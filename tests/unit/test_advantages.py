@@ -15,18 +15,22 @@ from ratchet.rlhf.algorithms.advantages import (
     EGPO,
     GAE,
     GDPO,
+    GFPO,
     GPG,
     GRPO,
     OPO,
     RAFT,
     RLOO,
+    VAPO,
     Advantage,
     AdvantageEstimator,
     DrGRPO,
     GiGPO,
     GroupEstimator,
     GRPOPassK,
+    MaxRL,
     NoAdvantage,
+    OptimalTokenBaseline,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
@@ -75,6 +79,33 @@ def test_gae_whitens_advantages_but_not_returns() -> None:
     assert torch.equal(returns, GAE_RETURNS)
 
 
+def test_the_critic_may_have_a_lambda_of_its_own() -> None:
+    advantages, returns = GAE(gamma=0.5, lam=0.5, critic_lam=1, whiten=False)(GAE_REWARDS, GAE_MASK, values=GAE_VALUES)
+    assert torch.equal(advantages, GAE_ADVANTAGES)
+    assert torch.equal(returns, tensor([2, 0, 2, 4], [1, 2, 0, 0])), "the rewards-to-go: 1 + 4 / 4, 4 / 2, 4; 2 / 2, 2"
+
+
+def test_vapo_by_hand() -> None:
+    """With alpha 1/2, lambda is 1 - 2 / 3 for three tokens, and 0 for two and one."""
+    rewards, mask = tensor([0, 0, 9], [0, 9, 99], [9, 99, 99]), tensor([1, 1, 1], [1, 1, 0], [1, 0, 0])
+    values = tensor([3, 0, 6], [1, 2, 77], [4, 77, 77])
+    advantages, returns = VAPO(alpha=0.5, whiten=False)(rewards, mask, values=values)
+    # deltas -3, 6, 3; 1, 7; 5
+    expected = tensor([-3 + 7 / 3, 7, 3], [1, 7, 0], [5, 0, 0])
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=0)
+    assert torch.equal(returns, tensor([9, 9, 9], [9, 9, 0], [9, 0, 0]))
+
+
+@properties
+@given(batches(), st.floats(0.05, 2))
+def test_vapo_is_gae_with_a_lambda_for_each_length(batch: Batch, alpha: float) -> None:
+    found = estimate(VAPO, batch, alpha=alpha, gamma=0.9, critic_lam=0.8, whiten=False)
+    for row, length in enumerate(batch["mask"].sum(-1).tolist()):
+        lam = max(0.0, 1 - 1 / (alpha * length)) if length else 0.0
+        plain = estimate(GAE, rows(batch, [row]), lam=lam, gamma=0.9, critic_lam=0.8, whiten=False)
+        torch.testing.assert_close(found[:, [row]], plain, rtol=1e-9, atol=1e-9)
+
+
 GRPO_REWARDS = tensor([0, 1, 99], [3, 0, 99], [0, 4, 0], [4, 0, 99], [1, 2, 3])
 GRPO_MASK = tensor([1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1])
 GRPO_GROUPS = torch.tensor([5, 5, 9, 9, 7])
@@ -120,6 +151,8 @@ GROUPS = torch.tensor([8, 8, 8, 2, 2, 5])
         (RAFT(), [1, 1, 1, 1, 1, 1]),  # of those that `teaches` leaves
         (GRPOPassK(), [0, 1 / (1 + 1e-6), 0, 0, 0, 0]),
         (GRPOPassK(norm_by_std=False), [0, 1, 0, 0, 0, 0]),
+        (MaxRL(), [-1 / 2, 1 / 2, 0, 0, 0, 0]),
+        (GFPO(norm_by_std=False), [-1, 1, 0, 0, 0, 0]),  # of those that `teaches` leaves
         (ReinforcePlusPlusBaseline(whiten=False), [-1, 1, 0, 0, 0, 0]),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
@@ -143,14 +176,61 @@ def test_group_estimators_by_hand(estimator: GroupEstimator, expected: list[floa
     ids=str,
 )
 def test_raft_learns_from_the_best_answers(estimator: RAFT, expected: list[int]) -> None:
-    assert estimator.teaches(tensor(*SCORES), GROUPS).int().tolist() == expected
+    assert estimator.teaches(tensor(*SCORES), tensor(*LENGTHS), GROUPS).int().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        (GFPO(keep=2), [0, 1, 1, 1, 1, 0]),  # 1/2, 3 and 2/3 of a point per token; the last is alone
+        (GFPO(keep=2, metric="length"), [1, 1, 0, 1, 1, 0]),
+        (GFPO(keep=2, drop_zero_std_groups=True), [0, 1, 1, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_gfpo_learns_from_efficient_answers(estimator: GFPO, expected: list[int]) -> None:
+    assert estimator.teaches(tensor(*SCORES), tensor(*LENGTHS), GROUPS).int().tolist() == expected
+
+
+def test_max_rl_learns_nothing_from_a_prompt_that_nobody_solved() -> None:
+    one, groups = torch.ones(7, 1).double(), torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    advantages, _ = MaxRL()(tensor([1], [0], [0], [0], [0], [0], [0]), one, group_ids=groups)
+    assert advantages.flatten().tolist() == [3, -1, -1, -1, 0, 0, 0]
+    advantages, _ = MaxRL()(tensor([-1], [0], [0], [-3], [1], [1], [1]), one, group_ids=groups)
+    assert not advantages.any(), "a mean that is negative, and equal scores"
+
+
+def test_the_optimal_token_baseline_by_hand() -> None:
+    """The energy of a token is 1 - 2/2 + 1/2, but 1 - 1/2 + 1/2 for the second of the first trajectory, which follows
+    what the environment says. Only that trajectory has a third token."""
+    mask = tensor([1, 0, 1, 1], [1, 1, 0, 0])
+    old, squares = tensor([0.5, 9, 0.25, 0.5], [0.5, 0.5, 9, 9]).log(), tensor([0.5] * 4, [0.5] * 4)
+    rewards = tensor([1, 99, 0, 4], [0, 2, 99, 99])
+    inputs = {"group_ids": torch.tensor([3, 3]), "old_log_probs": old, "sum_pi_squared": squares}
+    advantages, returns = OptimalTokenBaseline()(rewards, mask, **inputs)
+    assert torch.equal(returns, tensor([5, 0, 4, 4], [2, 2, 0, 0]))
+    first, second = (5 + 2) / 2, (4 * 1.5 + 2 * 1) / 2.5
+    expected = tensor([5 - first, 0, 4 - second, 4], [2 - first, 2 - second, 0, 0])
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=0)
+
+
+@properties
+@given(st.integers(1, 5), st.integers(2, 5), st.floats(-9, 9), st.integers(0, 99))
+def test_equal_returns_are_their_own_optimal_baseline(tokens: int, size: int, score: float, seed: int) -> None:
+    """Rounding would otherwise be all that whitening finds."""
+    draw = torch.Generator().manual_seed(seed)
+    rewards, mask = torch.zeros(size, tokens).double(), torch.ones(size, tokens).double()
+    rewards[:, -1] = score
+    old, squares = -torch.rand(2, size, tokens, generator=draw).double()
+    inputs = {"group_ids": torch.zeros(size).long(), "old_log_probs": old, "sum_pi_squared": -squares}
+    assert (OptimalTokenBaseline()(rewards, mask, **inputs)[0] == 0).all()
 
 
 @properties
 @given(batches())
 def test_raft_learns_from_no_answer_that_is_worse_than_one_that_it_leaves_out(batch: Batch) -> None:
     scores, groups = (batch["token_rewards"] * batch["mask"]).sum(-1), batch["group_ids"]
-    chosen = RAFT(best=2).teaches(scores, groups)
+    chosen = RAFT(best=2).teaches(scores, batch["mask"].sum(-1), groups)
     for group in groups.unique():
         own = groups == group
         assert int((chosen & own).sum()) == min(2, int(own.sum()))
@@ -313,7 +393,8 @@ def test_gdpo_compares_each_part_in_its_group() -> None:
 def test_a_batch_without_a_token_has_no_advantage() -> None:
     nothing = torch.zeros(2, 3).double()
     for kind in members(Advantage):
-        batch = dict.fromkeys(("token_rewards", "mask", "values", "entropy"), nothing)
+        columns = ("token_rewards", "mask", "values", "entropy", "old_log_probs", "sum_pi_squared")
+        batch = dict.fromkeys(columns, nothing)
         batch |= {"group_ids": torch.tensor([0, 0]), "greedy_scores": tensor(1, 2), "part": tensor(1, 2)}
         batch |= dict.fromkeys(("turns", "states"), nothing.long())
         assert (estimate(kind, batch) == 0).all()
@@ -325,8 +406,10 @@ def test_options_of_all(kind: type[AdvantageEstimator]) -> None:
     assert kind(clip_rewards=2).clipped(scores).tolist() == [-2, 0.5, 2]
     assert kind().clipped(scores) is scores
     flat = torch.tensor([1, 1, 0])
-    assert kind().teaches(tensor(7, 7, 9), flat).tolist() == [True, True, kind is GAE], "GRPO compares, GAE does not"
-    kept = kind(drop_zero_std_groups=True).teaches(tensor(7, 8, 9), flat)
+    lengths = tensor(1, 2, 3)
+    found = kind().teaches(tensor(7, 7, 9), lengths, flat)
+    assert found.tolist() == [True, True, kind is GAE], "GRPO compares, GAE does not"
+    kept = kind(drop_zero_std_groups=True).teaches(tensor(7, 8, 9), lengths, flat)
     assert kept.tolist() == [True, True, False]
 
 
@@ -386,7 +469,8 @@ comparing = pytest.mark.parametrize(
     [
         kind
         for kind in members(Advantage)
-        if kind is ReinforcePlusPlus or ("group_ids" in kind.needs and kind is not RAFT)
+        # RAFT compares before, and the tail of the longest response has no baseline in OptimalTokenBaseline
+        if kind is ReinforcePlusPlus or ("group_ids" in kind.needs and kind not in (RAFT, OptimalTokenBaseline))
     ],
 )
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -403,6 +487,8 @@ def scored(scores: list[float], group_ids: list[int], dtype: torch.dtype) -> Bat
         "mask": (at < lengths[:, None]).to(dtype),
         "group_ids": torch.tensor(group_ids),
         "entropy": torch.ones(len(scores), 3, dtype=dtype),
+        "old_log_probs": torch.full((len(scores), 3), -1.0, dtype=dtype),
+        "sum_pi_squared": torch.full((len(scores), 3), 0.3, dtype=dtype),
         "part": values,
         "turns": zeros,
         "states": zeros,

@@ -153,7 +153,19 @@ FIVE: dict[str, Any] = {
 """A whole group, and what `reward.on_error: drop` has left of another."""
 FOUR = {name: column[:4] for name, column in FIVE.items()}
 
-COMPARING = ["grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "egpo"]
+COMPARING = [
+    *("grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "egpo", "max_rl"),
+    "optimal_token_baseline",
+]
+OF_ACTOR = {
+    "egpo": {"entropy": [[1.0, 1.0]] * 5},
+    "optimal_token_baseline": {
+        "old_log_probs": [[-1.0, -2.0]] * 5,
+        "entropy": [[1.0, 1.0]] * 5,
+        "sum_pi_squared": [[0.5, 0.25]] * 5,
+    },
+}
+"""Columns of old_log_probs that an estimator needs."""
 
 
 @pytest.mark.parametrize("whiten", [False, True])
@@ -161,9 +173,9 @@ COMPARING = ["grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_basel
 def test_a_lone_survivor_of_its_prompt_is_left_out(estimator: str, whiten: bool) -> None:
     """As if it had never been generated: neither its own advantage nor those of the others come from it."""
     options = {"type": estimator, "whiten": whiten} | ({"parts": ["form"]} if estimator == "gdpo" else {})
-    entropy = {"entropy": [[1.0, 1.0]] * 5} if estimator == "egpo" else {}
-    alone, without = computed({"advantage": options}, **FOUR, **{name: column[:4] for name, column in entropy.items()})
-    rows, outputs = computed({"advantage": options}, **FIVE, **entropy)
+    more = OF_ACTOR.get(estimator, {})
+    alone, without = computed({"advantage": options}, **FOUR, **{name: column[:4] for name, column in more.items()})
+    rows, outputs = computed({"advantage": options}, **FIVE, **more)
     assert rows["advantages"][4] == rows["returns"][4] == rows["loss_mask"][4] == [0, 0]
     for name in ("advantages", "loss_mask"):
         assert rows[name][:4] == alone[name]
@@ -172,6 +184,12 @@ def test_a_lone_survivor_of_its_prompt_is_left_out(estimator: str, whiten: bool)
         for statistic in ("mean", "max", "min"):
             found = outputs["metrics"][f"{name}/{statistic}"]
             assert found == pytest.approx(without["metrics"][f"{name}/{statistic}"]), "metrics neither"
+
+
+def test_old_log_probs_of_another_advantage_lack_what_this_one_needs() -> None:
+    columns = OF_ACTOR["optimal_token_baseline"] | {"sum_pi_squared": [None] * 5}
+    with pytest.raises(UserError, match=r"needs sum_pi_squared, .*: fork at old_log_probs"):
+        computed({"advantage": "optimal_token_baseline"}, **FIVE, **columns)
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "gae"])

@@ -138,7 +138,9 @@ WRONG = [
     ("algorithm.dynamic_sampling.max_prompts=63", "algorithm.dynamic_sampling.max_prompts is 63, less than data.prompts_per_iteration 64: raise it"),  # noqa: E501
     ("algorithm.overlong_penalty.buffer_tokens=513", "algorithm.overlong_penalty.buffer_tokens is 513, more than rollout.max_response_tokens 512: lower it"),  # noqa: E501
     ("algorithm.advantage=egpo; algorithm.rollout_correction.bypass=true", "algorithm.advantage egpo needs the entropy"),  # noqa: E501
-    ("algorithm.rollout_correction={bypass: true, weights: {}}", "algorithm.rollout_correction: bypass uses the rollout's log-probs as the old ones"),  # noqa: E501
+    ("algorithm.advantage=optimal_token_baseline; algorithm.rollout_correction.bypass=true", "algorithm.advantage optimal_token_baseline needs the squared probabilities"),  # noqa: E501
+    ("algorithm.advantage=gfpo; rollout.n=4", "algorithm.advantage.keep is 4, and rollout.n 4: gfpo would leave no answer out"),  # noqa: E501
+    ("algorithm.rollout_correction={bypass: true, weights: {}}", "algorithm.loss ppo has the ratio to the rollout already: remove weights, or set algorithm.loss: gpg"),  # noqa: E501
     ("algorithm.advantage={type: gdpo, parts: [a]}; algorithm.kl.in_reward=0.1", "algorithm.kl.in_reward would do nothing: use algorithm.kl.in_loss"),  # noqa: E501
     ("validation.every=1", "validation.every is set without validation.data: name a prompt file, or set validation.every=0"),  # noqa: E501
     ("validation.patience=2", "validation.patience is set without validation.data: name a prompt file, or set validation.patience=null"),  # noqa: E501

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet.rlhf.models import token_outputs
-from ratchet.rlhf.models.token_outputs import log_probs_and_entropy
+from ratchet.rlhf.models.token_outputs import log_probs_and_entropy, sum_pi_squared
 
 
 def plain(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +51,16 @@ def test_values_and_gradients_are_those_of_plain_functions(
         (gradient,) = torch.autograd.grad(loss, leaf)
     # as much, times weights of up to 3, divided by the temperature
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=5e-5)
+
+
+@given(tokens=st.integers(0, 9), vocabulary=st.integers(1, 40), temperature=st.sampled_from([1.0, 0.5, 1.7]))
+def test_squared_probabilities_are_those_of_plain_functions(tokens: int, vocabulary: int, temperature: float) -> None:
+    logits = 9 * torch.randn(tokens, vocabulary, generator=torch.Generator().manual_seed(tokens))
+    expected = (logits.double() / temperature).softmax(-1).square().sum(-1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(token_outputs.BLOCK_BYTES, "cpu", 2 * 4 * vocabulary)  # two tokens at a time
+        found = sum_pi_squared(logits, temperature)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_gradient_needs_no_memory_of_its_own() -> None:

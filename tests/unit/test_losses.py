@@ -24,11 +24,13 @@ from ratchet.rlhf.algorithms.policy_losses import (
     GMPO,
     GSPO,
     SAPO,
+    VESPO,
     ClipCov,
     GPGLoss,
     KLCov,
     TokenLoss,
 )
+from ratchet.rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, RolloutCorrection
 from tests.padded import GARBAGE, Batch, batches, members, padded, properties, rows, spoiled
 from tests.tiers import sampled
 
@@ -204,6 +206,36 @@ def test_sapo_by_hand() -> None:
     torch.testing.assert_close(gradient, row(-3, 5) / 2, rtol=1e-7, atol=0)
 
 
+def test_vespo_by_hand() -> None:
+    """Ratios 2 and 1/4 make a response with W = 1/2, and a third token, which is masked, does not count. With k = 2 and
+    lambda = 3 its weight is e^1.5 / 4, with k = 3 and lambda = 2 e / 8. On policy the weight is 1."""
+    old, here = row(-3, -2, -2), row(1, 1, 0)
+    new = (old + row(math.log(2), -math.log(4), 9)).requires_grad_()
+    for advantage, weight in ((3.0, math.exp(1.5) / 4), (-3.0, math.exp(1) / 8)):
+        given = advantage * torch.ones_like(old)
+        found, metrics = VESPO(aggregate="token-sum")(new, old, given, here, LossNormalizers.of(here))
+        (gradient,) = torch.autograd.grad(found, new)
+        torch.testing.assert_close(gradient, -weight * given * here, rtol=1e-12, atol=0)
+        assert metrics["vespo_weight"].item() == pytest.approx(weight)
+    _, metrics = VESPO()(old, old, given, here, LossNormalizers.of(here))
+    assert metrics["vespo_weight"].item() == pytest.approx(1)
+
+
+def test_with_bypass_the_loss_corrects_by_the_current_policy() -> None:
+    """Ratios 1.2, 1.5, 1.75, 5/9; the last token is masked. The fourth is rejected, and the third weight truncated."""
+    rejection = Rejection(statistic="token_k2", upper=math.log(1.8) ** 2 / 2 - 1e-9)  # 5/9 is as far from 1 as 9/5
+    correction = RolloutCorrection(bypass=True, weights=ImportanceWeights(upper=1.6), rejection=(rejection,))
+    objective = ActorObjective(GPGLoss(), None, "k1", 0.0, on_policy=False, correction=correction)
+    assert objective.columns == ("loss_mask", "advantages", "old_log_probs")
+    log_probs = NEW.log().requires_grad_()
+    batch = {"loss_mask": HERE, "advantages": ADVANTAGES, "old_log_probs": OLD.log()}
+    loss, metrics = objective({"log_probs": log_probs}, batch, LossNormalizers.of(HERE))
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    torch.testing.assert_close(gradient, -row(1.2, 1.5, -3.2, 0, 0) / 4, rtol=1e-7, atol=0)
+    assert metrics["rollout_corr/rollout_rs_token_k2_masked_fraction"].item() == pytest.approx(1 / 4)
+    assert metrics["rollout_corr/rollout_is_mean"].item() == pytest.approx((1.2 + 1.5 + 1.6 + 5 / 9) / 4)
+
+
 def test_gspo_and_gmpo_see_whole_responses() -> None:
     """Ratios 2 and 1/2 make a sequence whose mean log-ratio is 0; GMPO clips them first, on the advantage's side."""
     old, new, here = row(-2, -2), row(-2 + math.log(2), -2 - math.log(2)), row(1, 1)
@@ -295,6 +327,10 @@ def _objectives() -> list[Any]:
             name = f"{loss.type}-{how}"
             found[name] = ActorObjective(loss, None, "k1", 0.0, on_policy=False)
             found[f"{name}-{estimator}-entropy"] = ActorObjective(loss, 0.3, estimator, 0.1, on_policy=True)
+            rejected = Rejection(statistic="seq_mean_k2", upper=0.5), Rejection(statistic="token_k1", upper=3)
+            weights = None if "old_log_probs" in loss.needs else ImportanceWeights(level="sequence")
+            correction = RolloutCorrection(bypass=True, rejection=rejected, weights=weights)
+            found[f"{name}-bypass"] = ActorObjective(loss, None, "k1", 0.0, on_policy=False, correction=correction)
             found[f"{name}-weighted"] = ActorObjective(loss, None, "k1", 0.0, on_policy=False, weighted=True)
     return [pytest.param(objective, id=name) for name, objective in found.items()]
 

@@ -12,8 +12,13 @@ from torch import Tensor
 from ratchet.rlhf.algorithms import Advantage, Distillation, PolicyLoss
 from ratchet.rlhf.algorithms.kl import AdaptiveCoefficient, Estimator, kl_divergence
 from ratchet.rlhf.algorithms.masked import LossNormalizers
-from ratchet.rlhf.algorithms.objectives import CriticObjective
-from ratchet.rlhf.algorithms.rollout_correction import ImportanceWeights, Rejection, off_policy_metrics
+from ratchet.rlhf.algorithms.objectives import ActorObjective, CriticObjective
+from ratchet.rlhf.algorithms.rollout_correction import (
+    ImportanceWeights,
+    Rejection,
+    RolloutCorrection,
+    off_policy_metrics,
+)
 from tests.oracles import RECORDED, Case
 from tests.padded import members
 
@@ -36,12 +41,17 @@ def advantage(case: Case) -> dict[str, Tensor]:
     more = {"parts": names} if names else {}
     estimator: Any = TypeAdapter(Advantage).validate_python({"type": case.name, **case.params, **more})
     mask = case.inputs["response_mask"]
+    rewards = case.inputs.get("token_level_rewards", torch.zeros_like(mask))
+    left = {}
+    if "loss_mask" in case.outputs:  # an estimator that leaves trajectories out
+        scores, lengths = (rewards * mask).sum(-1), mask.sum(-1)
+        mask = mask * estimator.teaches(scores, lengths, case.inputs["group_index"])[:, None]
+        left = {"loss_mask": mask}
     inputs: dict[str, Any] = {ours(name): value for name, value in case.inputs.items()}
     if parts is not None:
         inputs["reward_parts"] = dict(zip(names, parts.double().unbind(1), strict=True))
-    rewards = case.inputs.get("token_level_rewards", torch.zeros_like(mask))
     found = estimator(rewards, mask, **{name: inputs[name] for name in estimator.needs})
-    return dict(zip(("advantages", "returns"), found, strict=True))
+    return dict(zip(("advantages", "returns"), found, strict=True)) | left
 
 
 def policy_loss(case: Case) -> dict[str, Tensor]:
@@ -57,6 +67,34 @@ def policy_loss(case: Case) -> dict[str, Tensor]:
     loss, metrics = loss_function(log_probs, old, advantages, mask, LossNormalizers.of(mask))
     (gradient,) = torch.autograd.grad(loss, log_probs)
     return {"loss": loss, "grad": gradient, **metrics}
+
+
+def bypass(case: Case) -> dict[str, Tensor]:
+    """verl's `bypass_mode`, whose loss compares the current log-probs with the rollout's."""
+    params = case.params
+    loss_type = {"reinforce": "gpg", "ppo_clip": "ppo"}[case.name]
+    clips = {name: value for name, value in params.items() if name.startswith("clip_")} if loss_type == "ppo" else {}
+    policy_loss: Any = TypeAdapter(PolicyLoss).validate_python(
+        {"type": loss_type, "aggregate": params["loss_agg_mode"], **clips}
+    )
+    weights = None
+    if params["rollout_is"] is not None:
+        weights = {"level": params["rollout_is"], **thresholds(params["rollout_is_threshold"])}
+    rejection = []
+    if params["rollout_rs"] is not None:
+        pairs = zip(params["rollout_rs"].split(","), params["rollout_rs_threshold"].split(","), strict=True)
+        rejection = [{"statistic": statistic, **thresholds(bounds)} for statistic, bounds in pairs]
+    correction = RolloutCorrection.model_validate({"bypass": True, "weights": weights, "rejection": rejection})
+    objective = ActorObjective(policy_loss, None, "k1", 0.0, on_policy=False, correction=correction)
+    log_probs, mask = case.inputs["log_probs"].clone().requires_grad_(), case.inputs["response_mask"]
+    batch = {
+        "loss_mask": mask,
+        "advantages": case.inputs["advantages"],
+        "old_log_probs": case.inputs["rollout_log_probs"],
+    }
+    loss, _ = objective({"log_probs": log_probs}, batch, LossNormalizers.of(mask))
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    return {"loss": loss, "grad": gradient}
 
 
 def value_loss(case: Case) -> dict[str, Tensor]:
@@ -87,9 +125,9 @@ def kl_controller(case: Case) -> dict[str, Tensor]:
     return {"coef": torch.tensor(found, dtype=torch.float64)}
 
 
-def thresholds(case: Case) -> dict[str, float]:
+def thresholds(recorded: float | str) -> dict[str, float]:
     """Recorded as a number, or as text: `upper` or `lower_upper`."""
-    *lower, upper = map(float, str(case.params["threshold"]).split("_"))
+    *lower, upper = map(float, str(recorded).split("_"))
     return {"upper": upper, **({"lower": lower[0]} if lower else {})}
 
 
@@ -98,12 +136,12 @@ def log_probs_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rollout_is(case: Case) -> dict[str, Tensor]:
-    weights = ImportanceWeights.model_validate({"level": case.name, **thresholds(case)})
+    weights = ImportanceWeights.model_validate({"level": case.name, **thresholds(case.params["threshold"])})
     return {"weights": weights(*log_probs_of(case))}
 
 
 def rollout_rs(case: Case) -> dict[str, Tensor]:
-    rejection = Rejection.model_validate({"statistic": case.name, **thresholds(case)})
+    rejection = Rejection.model_validate({"statistic": case.name, **thresholds(case.params["threshold"])})
     return {"response_mask": rejection(*log_probs_of(case))}
 
 
@@ -133,6 +171,7 @@ KINDS = {
     for function in (
         advantage,
         policy_loss,
+        bypass,
         value_loss,
         kl,
         kl_controller,

@@ -127,8 +127,7 @@ def test_off_policy_metrics_by_hand() -> None:
         (Rejection, {"statistic": "token_k1", "lower": 3, "upper": 2}, "lower 3.0 is above upper 2.0"),
         (Rejection, {"statistic": "token_k3", "lower": 1, "upper": 2}, "token_k3 has one side only"),
         (Rejection, {"statistic": "token_k1", "upper": 0.5}, "below 1, set lower too"),
-        (RolloutCorrection, {"bypass": True, "weights": {}}, "nothing to compare"),
-        (RolloutCorrection, {"bypass": True, "rejection": [{"statistic": "token_k3", "upper": 1}]}, "bypass: false"),
+        (RolloutCorrection, {"bypass": True, "weights": {"normalize": True}}, "weights of the whole batch"),
     ],
 )
 def test_contradictions_are_refused(kind: Any, options: dict[str, Any], message: str) -> None:
