@@ -78,8 +78,8 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         inputs["turns"], inputs["states"] = _turns_and_states(batch)
     if "sum_pi_squared" in estimator.needs and batch.array("sum_pi_squared").null_count:
         raise UserError(
-            f"algorithm.advantage {config.advantage.type} needs sum_pi_squared, but old_log_probs was computed for another "
-            "advantage: fork at old_log_probs"
+            f"algorithm.advantage {config.advantage.type} needs sum_pi_squared, but old_log_probs was computed for "
+            "another advantage: fork at old_log_probs"
         )
     for name in ("values", "entropy", "old_log_probs", "sum_pi_squared"):
         if name in estimator.needs:
