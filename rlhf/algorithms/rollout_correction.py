@@ -149,7 +149,9 @@ class RolloutCorrection(Options):
     """
 
     bypass: bool = Field(
-        False, description="use the rollout's log-probs as the old ones and skip the old-log-prob stage"
+        False,
+        description="use the rollout's log-probs as the old ones and skip the old-log-prob stage; weights and "
+        "rejection then compare the current policy with the rollout, in the loss",
     )
     weights: ImportanceWeights | None = Field(None, description="importance weights on the policy loss")
     rejection: tuple[Rejection, ...] = Field(
