@@ -190,7 +190,13 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
         if name in operational:
             continue
         before_value = before.get(name, _json(field.get_default()))  # type: ignore[union-attr]
-        lines += _changes(f"{path}.{name}", before_value, getattr(now, name))
+        now_value = getattr(now, name)
+        if name == "args":  # of another program, each of which may be operational
+            entries = sorted({*before_value, *now_value} - {key.removeprefix("args.") for key in operational})
+            for entry in entries:
+                lines += _changes(f"{path}.args.{entry}", before_value.get(entry), now_value.get(entry))
+            continue
+        lines += _changes(f"{path}.{name}", before_value, now_value)
     return lines
 
 

@@ -10,8 +10,9 @@ import math
 from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
+from ratchet.rlhf.config.engine_args import VLLM_SPEED, check_vllm
 from ratchet.rlhf.config.section import OneOrMore, Section, type_may_be_left_out
 
 
@@ -286,7 +287,7 @@ class HFConfig(RolloutEngineConfig):
 
 
 class VLLMConfig(RolloutEngineConfig):
-    """vLLM. Its keys change only rounding, except for `quantization`."""
+    """vLLM. Its keys change only rounding, except for `quantization` and some of `args`."""
 
     extra: ClassVar[str | None] = "vllm"
     package: ClassVar[str | None] = "vllm"
@@ -299,6 +300,7 @@ class VLLMConfig(RolloutEngineConfig):
             "prefix_caching",
             "cpu_cache_gib",
             "timeout_s",
+            *(f"args.{name}" for name in VLLM_SPEED),
         )
     )
     type: Literal["vllm"] = "vllm"
@@ -319,6 +321,14 @@ class VLLMConfig(RolloutEngineConfig):
     timeout_s: float = Field(
         600.0, gt=0, description="vLLM is restarted if it makes no progress for so long, in seconds"
     )
+    args: dict[str, JsonValue] = Field(
+        {}, description="more arguments of vLLM (EngineArgs), such as {max_num_seqs: 64}; see docs/rollouts.md"
+    )
+
+    @model_validator(mode="after")
+    def _args_may_be_set(self) -> Self:
+        check_vllm(self.args)
+        return self
 
     @property
     def devices(self) -> int:

@@ -57,7 +57,7 @@ from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from ratchet.rlhf.weights import buckets
-from tests import sglang_server, tiny
+from tests import sglang_server, tiny, vllm_drafts
 from tests.extras import needs
 from tests.served import end_servers
 from tests.tiny import model_folder, moe_folder
@@ -132,6 +132,7 @@ ENGINES: dict[str, Kind] = {
     "hf": Kind(hf_rollout, SAMPLING, CLOSE, exact=True),
     "vllm": OF_VLLM,
     "vllm-async": replace(OF_VLLM, build=partial(vllm_rollout, of=AsyncScheduling)),
+    "vllm-ngram": replace(OF_VLLM, build=partial(vllm_rollout, spec_method="ngram", spec_tokens=3)),
     "server": replace(OF_VLLM, build=server_rollout),
     "sglang": Kind(sglang_rollout, SAMPLING, CLOSE, exact=False),
 }
@@ -139,6 +140,7 @@ NEEDS = {
     "hf": (),
     "vllm": needs("vllm"),
     "vllm-async": needs("vllm"),
+    "vllm-ngram": needs("vllm"),
     "server": needs("vllm"),
     "sglang": needs("sglang"),
 }
@@ -208,10 +210,23 @@ def tokens(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("own", engines("hf", "vllm", "vllm-ngram"), indirect=True)
 def test_log_probs_are_those_of_the_train_engine(own: Kind, policy_folder: Path, dtype: Any) -> None:
     """Of the temperature-scaled logits, whatever top_p leaves out (a bfloat16 has 8 bits)."""
     asked = requests()
     found = own.build(policy_folder, dtype=dtype).generate(asked, own.sampling)
+    close = own.close if dtype == "float32" else 0.3
+    assert_log_probs_are_the_trainers(policy_folder, asked, found, SAMPLING.temperature, close, dtype)
+
+
+def assert_log_probs_are_the_trainers(
+    folder: Path,
+    asked: Sequence[Request],
+    found: Sequence[Generation],
+    temperature: float,
+    close: float,
+    dtype: Any = "float32",
+) -> None:
     batch = TrajectoryBatch.of(
         {
             "trajectory_id": [request.trajectory_id for request in asked],
@@ -219,11 +234,10 @@ def test_log_probs_are_those_of_the_train_engine(own: Kind, policy_folder: Path,
             "response_ids": tokens(found),
         }
     )
-    trainer = TorchEngine(load_actor(ModelConfig(path=str(policy_folder))), "policy", dtype=dtype, trainable=False)
-    expected = trainer.infer(batch, ["log_probs"], temperature=SAMPLING.temperature, micro_batch_tokens=200)
+    trainer = TorchEngine(load_actor(ModelConfig(path=str(folder))), "policy", dtype=dtype, trainable=False)
+    expected = trainer.infer(batch, ["log_probs"], temperature=temperature, micro_batch_tokens=200)
     for generation, log_probs in zip(found, expected["log_probs"].to_pylist(), strict=True):
-        atol = own.close if dtype == "float32" else 0.3
-        np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=atol)
+        np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=close)
 
 
 def test_greedy_is_what_transformers_generates(kind: Kind, engine: RolloutEngine, policy_folder: Path) -> None:
@@ -321,6 +335,18 @@ def test_vllm_schedules_ahead_where_tests_say_so(policy_folder: Path) -> None:
     assert isinstance(engine, VLLMRollout)
     engine.generate(requests(1), kind.sampling)
     assert "asynchronous scheduling: True" in (engine.scratch / "log").read_text()
+
+
+@needs("vllm")
+def test_vllm_drafts_tokens_from_what_a_response_repeats(policy_folder: Path) -> None:
+    """Of the tokens that are drawn at once, the log-probs are the trainer's, too, and so are those drawn after them."""
+    kind, asked = ENGINES["vllm-ngram"], requests()
+    engine = kind.build(policy_folder)
+    assert isinstance(engine, VLLMRollout)
+    engine._running().call(vllm_drafts.watch)
+    sampling = replace(kind.sampling, temperature=0.4, max_tokens=60, ignore_eos=True)
+    assert_log_probs_are_the_trainers(policy_folder, asked, engine.generate(asked, sampling), 0.4, kind.close)
+    assert engine._running().call(vllm_drafts.most) == 4, "three drafted tokens were accepted, and one was drawn"
 
 
 @needs("sglang")
@@ -804,6 +830,7 @@ def test_sglang_keeps_the_likeliest_and_their_proportions(policy_folder: Path, t
         assert generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=CLOSE)
 
 
+@pytest.mark.parametrize("own", engines("hf", "vllm", "vllm-ngram"), indirect=True)
 def test_positions_and_trajectories_draw_independently(own: Kind, policy_folder: Path, tmp_path: Path) -> None:
     """A model that says the same everywhere draws from one distribution, and no token tells its neighbours'."""
     model = load_actor(ModelConfig(path=str(policy_folder)))

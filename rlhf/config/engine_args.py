@@ -1,0 +1,129 @@
+"""Arguments of other programs that a config passes on, under `args`: which of them the user may not set, and why.
+
+All others are passed on as they are. They count as changing the result, unless they are among those that change only
+speed, memory and rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from pydantic import JsonValue
+
+
+def refuse(args: Mapping[str, JsonValue], refused: Mapping[str, str]) -> None:
+    """Raises ValueError if there are arguments that are refused; `refused` has the reason of each."""
+    if reasons := [f"args.{name} cannot be set: {refused[name]}" for name in args if name in refused]:
+        raise ValueError("; ".join(reasons))
+
+
+def unknown(key: str, args: Iterable[str], known: Iterable[str], owner: str) -> list[str]:
+    """Describes arguments that `owner` does not have, each with the most similar one that it has."""
+    names, mistakes = sorted(known), []
+    for name in args:
+        if name not in names:
+            near = get_close_matches(name, names, n=1, cutoff=0.6)
+            fix = f"write {near[0]}" if near else "remove it"
+            mistakes.append(f"{key}.{name} is no argument of {owner}: {fix}")
+    return mistakes
+
+
+_DRAWING = "the trainer could not compute the probabilities of tokens that are drawn with it"
+_MODEL = "the trainer computes the model in model.path as it is, and vLLM must compute the same"
+_OLD_WEIGHTS = "it keeps what older weights computed, and log-probs would be those of several policies"
+_GPUS = "set rollout.engine.tensor_parallel for larger engines, and workers of the rollout's pool for more engines"
+_OWN = "Ratchet starts vLLM's processes and sends them new weights"
+VLLM_REFUSED = {
+    **dict.fromkeys(("model", "tokenizer"), "set model.path"),
+    "dtype": "set model.dtype",
+    "trust_remote_code": "set model.trust_remote_code",
+    **{
+        name: f"set rollout.engine.{key}"
+        for name, key in {
+            "max_model_len": "max_model_len",
+            "gpu_memory_utilization": "gpu_memory_utilization",
+            "tensor_parallel_size": "tensor_parallel",
+            "quantization": "quantization",
+            "enforce_eager": "enforce_eager",
+            "enable_prefix_caching": "prefix_caching",
+        }.items()
+    },
+    "seed": "set run.seed, or rollout.seeds",
+    "enable_lora": "set model.lora",
+    "max_lora_rank": "set model.lora.r",
+    "lora_target_modules": "set model.lora.target_modules",
+    "enable_sleep_mode": "set actor.offload_when_idle",
+    **dict.fromkeys(("generation_config", "override_generation_config"), "set rollout.temperature, top_p, top_k, min_p"),
+    "logprobs_mode": "log-probs must be those at rollout.temperature, before truncation",
+    **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _DRAWING),
+    **dict.fromkeys(
+        (
+            "code_revision",
+            "config_format",
+            "hf_config_path",
+            "hf_overrides",
+            "load_format",
+            "model_class_overrides",
+            "model_weights",
+            "revision",
+            "tokenizer_revision",
+        ),
+        _MODEL,
+    ),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"), _OLD_WEIGHTS),
+    "enable_eplb": "it moves experts between GPUs, and new weights would be loaded into the wrong ones",
+    **dict.fromkeys(
+        (
+            "data_parallel_size",
+            "device_ids",
+            "nnodes",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+        ),
+        _GPUS,
+    ),
+    **dict.fromkeys(
+        ("distributed_executor_backend", "weight_transfer_config", "worker_cls", "worker_extension_cls"), _OWN
+    ),
+    "hf_token": "the run's record would contain it; set the environment variable HF_TOKEN",
+}
+"""Fields of vLLM's `EngineArgs` that Ratchet sets, or that would make log-probs untrue."""
+VLLM_SPEED = frozenset(
+    (
+        "all2all_backend",
+        "async_scheduling",
+        "compilation_config",
+        "cpu_offload_gb",
+        "cudagraph_capture_sizes",
+        "disable_custom_all_reduce",
+        "disable_log_stats",
+        "enable_chunked_prefill",
+        "enable_expert_parallel",
+        "fully_sharded_loras",
+        "kv_cache_memory_bytes",
+        "max_cpu_loras",
+        "max_cudagraph_capture_size",
+        "max_loras",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "num_gpu_blocks_override",
+        "optimization_level",
+        "performance_mode",
+    )
+)
+"""Those that change only speed, memory and rounding."""
+VLLM_ROUNDS = ("kv_cache_dtype", "lora_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "quantization_config")
+"""Those with which vLLM computes in another type than `model.dtype`: the rollout's policy is not quite the trainer's,
+so importance ratios are corrected by default."""
+
+
+def check_vllm(args: Mapping[str, JsonValue]) -> None:
+    """Raises ValueError for arguments of vLLM that cannot be set."""
+    refuse(args, VLLM_REFUSED)
+    speculation = args.get("speculative_config")
+    if isinstance(speculation, dict) and speculation.get("rejection_sample_method") == "synthetic":
+        raise ValueError(
+            "args.speculative_config.rejection_sample_method is synthetic, which draws tokens with other "
+            "probabilities than the model's: remove it"
+        )
