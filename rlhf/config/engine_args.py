@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pydantic import JsonValue
 
 
-def refuse(args: Mapping[str, JsonValue], refused: Mapping[str, str]) -> None:
+def refuse(args: Iterable[str], refused: Mapping[str, str]) -> None:
     """Raises ValueError if there are arguments that are refused; `refused` has the reason of each."""
     if reasons := [f"args.{name} cannot be set: {refused[name]}" for name in args if name in refused]:
         raise ValueError("; ".join(reasons))
@@ -127,3 +127,75 @@ def check_vllm(args: Mapping[str, JsonValue]) -> None:
             "args.speculative_config.rejection_sample_method is synthetic, which draws tokens with other "
             "probabilities than the model's: remove it"
         )
+
+
+DEEPSPEED_REFUSED = {
+    **dict.fromkeys(("bf16", "fp16", "amp", "data_types"), "set model.dtype"),
+    **dict.fromkeys(("optimizer", "zero_force_ds_cpu_optimizer"), "set optimizer, beside engine"),
+    "scheduler": "set lr_schedule, beside engine",
+    "gradient_clipping": "set grad_clip, beside engine",
+    **dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        "set mini_batch_trajectories and micro_batch_tokens, beside engine",
+    ),
+    "activation_checkpointing": "set gradient_checkpointing, beside engine",
+    "steps_per_print": "Ratchet reports the metrics",
+    "zero_optimization.stage": "set zero_stage, beside args",
+    **dict.fromkeys(
+        (
+            "zero_optimization.offload_optimizer",
+            "zero_optimization.offload_param",
+            "zero_optimization.cpu_offload",
+            "zero_optimization.cpu_offload_param",
+        ),
+        "set offload, beside args",
+    ),
+    **dict.fromkeys(
+        ("zero_optimization.zero_hpz_partition_size", "zero_optimization.zenflow"),
+        "Ratchet could not read the weights",
+    ),
+    **dict.fromkeys(
+        ("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights"),
+        "log-probs would be those of other weights than the stored ones",
+    ),
+}
+"""Keys of DeepSpeed's config that Ratchet sets, or that do not work with it."""
+DEEPSPEED_SPEED = frozenset(
+    (
+        "comms_logger",
+        "dump_state",
+        "flops_profiler",
+        "memory_breakdown",
+        "wall_clock_breakdown",
+        *(
+            f"zero_optimization.{name}"
+            for name in (
+                "allgather_bucket_size",
+                "contiguous_gradients",
+                "overlap_comm",
+                "reduce_bucket_size",
+                "reduce_scatter",
+                "round_robin_gradients",
+                "stage3_max_live_parameters",
+                "stage3_max_reuse_distance",
+                "stage3_param_persistence_threshold",
+                "stage3_prefetch_bucket_size",
+                "sub_group_size",
+            )
+        ),
+    )
+)
+"""Those that change only speed, memory and rounding."""
+DEEPSPEED_KEYS = ("communication_data_type", "gradient_predivide_factor", "prescale_gradients", "zero_optimization")
+"""Other keys that are passed on. DeepSpeed does not refuse a misspelt key outside `zero_optimization`."""
+
+
+def check_deepspeed(args: Mapping[str, JsonValue]) -> None:
+    """Raises ValueError for keys of DeepSpeed's config that cannot be set."""
+    zero = args.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ValueError(f"args.zero_optimization is {zero!r}: it should be a section, such as {{key: value}}")
+    refuse([*args, *(f"zero_optimization.{name}" for name in zero)], DEEPSPEED_REFUSED)
+    known = (*DEEPSPEED_KEYS, *(name for name in DEEPSPEED_SPEED if "." not in name))
+    if mistakes := unknown("args", args, known, "DeepSpeed that Ratchet passes on"):
+        raise ValueError("; ".join(mistakes))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.infra.execution.preflight.engine_args import check_engine_args, dataclass_fields
-from ratchet.rlhf.config.engine_args import VLLM_REFUSED, VLLM_ROUNDS, VLLM_SPEED
+from ratchet.infra.execution.preflight.engine_args import check_engine_args, fields
+from ratchet.rlhf.config.engine_args import DEEPSPEED_REFUSED, DEEPSPEED_SPEED, VLLM_REFUSED, VLLM_ROUNDS, VLLM_SPEED
 from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.extras import needs
@@ -27,5 +27,18 @@ def test_a_misspelt_argument_of_vllm_is_refused_before_it_starts(tmp_path: Path)
 @needs("vllm")
 def test_vllm_has_the_arguments_that_are_named() -> None:
     named = {*VLLM_REFUSED, *VLLM_SPEED, *VLLM_ROUNDS}
-    assert named <= {*dataclass_fields("vllm", "engine/arg_utils.py", "EngineArgs")}
+    assert named <= {*fields("vllm", "engine/arg_utils.py", "EngineArgs")}
     assert not VLLM_SPEED & {*VLLM_REFUSED, *VLLM_ROUNDS}
+
+
+def test_a_misspelt_key_of_deepspeeds_zero_is_refused(tmp_path: Path) -> None:
+    zero = {"stage3_prefetch_bucket_size": 1000, "overlap_com": False}
+    with pytest.raises(UserError, match=r"^actor\.engine\.args\.zero_optimization\.overlap_com .*: write overlap_comm$"):
+        engine = {"type": "deepspeed", "args": {"zero_optimization": zero}}
+        check_engine_args(tiny.config(tmp_path, actor__engine=engine))
+
+
+def test_deepspeed_has_the_keys_that_are_named() -> None:
+    prefix = "zero_optimization."
+    zero = {name.removeprefix(prefix) for name in {*DEEPSPEED_REFUSED, *DEEPSPEED_SPEED} if name.startswith(prefix)}
+    assert zero <= {*fields("deepspeed", "runtime/zero/config.py", "DeepSpeedZeroConfig")}

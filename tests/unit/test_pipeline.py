@@ -113,14 +113,20 @@ def test_arguments_of_another_program_count_unless_they_only_change_speed() -> N
     faster = config.with_values({"rollout.engine.args": {"max_num_seqs": 16, "optimization_level": 3}})
     assert Everything.differences(stored, faster) == []
     drafts = config.with_values({"rollout.engine.args": {"speculative_config": {"method": "ngram"}}})
-    assert Everything.differences(stored, drafts) == ["rollout.engine.args.speculative_config: null -> set"]
+    assert Everything.differences(stored, drafts) == ["rollout.engine.args.speculative_config.method: null -> ngram"]
     before = json.loads(json.dumps(Everything.values(drafts)))
     del stored["rollout"]["engine"]["args"]  # it is younger than what is stored
     assert Everything.differences(stored, config) == []
     other = config.with_values({"rollout.engine.args": {"speculative_config": {"method": "suffix"}}})
-    assert Everything.differences(before, other) == [
-        "rollout.engine.args.speculative_config: {'method': 'ngram'} -> {'method': 'suffix'}"
-    ]
+    changed = ["rollout.engine.args.speculative_config.method: ngram -> suffix"]
+    assert Everything.differences(before, other) == changed
+
+    update = UPDATE_ACTOR.config
+    stored = json.loads(json.dumps(update.values(config)))
+    zero = {"overlap_comm": False, "zero_quantized_gradients": True}
+    sharded = config.with_values({"actor.engine": {"type": "deepspeed", "args": {"zero_optimization": zero}}})
+    changed = ["actor.engine.args.zero_optimization.zero_quantized_gradients: null -> True"]
+    assert update.differences(stored, sharded) == changed
 
 
 def test_a_key_that_is_younger_than_what_is_stored_counts_as_its_default() -> None:
