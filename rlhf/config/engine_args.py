@@ -30,7 +30,7 @@ def unknown(key: str, args: Iterable[str], known: Iterable[str], owner: str) -> 
 
 
 _DRAWING = "the trainer could not compute the probabilities of tokens that are drawn with it"
-_MODEL = "the trainer computes the model in model.path as it is, and vLLM must compute the same"
+_MODEL = "the trainer computes model.path with model.args, and vLLM must compute the same"
 _OLD_WEIGHTS = "it keeps what older weights computed, and log-probs would be those of several policies"
 _GPUS = "set rollout.engine.tensor_parallel for larger engines, and workers of the rollout's pool for more engines"
 _OWN = "Ratchet starts vLLM's processes and sends them new weights"
@@ -117,6 +117,16 @@ VLLM_ROUNDS = ("kv_cache_dtype", "lora_dtype", "mamba_cache_dtype", "mamba_ssm_c
 """Those with which vLLM computes in another type than `model.dtype`: the rollout's policy is not quite the trainer's,
 so importance ratios are corrected by default."""
 
+MODEL_REFUSED = {
+    **dict.fromkeys(("attn_implementation", "_attn_implementation"), "set model.attention"),
+    **dict.fromkeys(("dtype", "torch_dtype"), "set model.dtype"),
+    "trust_remote_code": "set model.trust_remote_code",
+    **dict.fromkeys(("revision", "code_revision", "model_type", "architectures"), "name another model in model.path"),
+    "quantization_config": "updates are smaller than the steps of quantized weights",
+    "num_labels": "a value model has one",
+}
+"""Fields of a model's config that Ratchet sets, or that a trained model cannot have."""
+
 
 def check_vllm(args: Mapping[str, JsonValue]) -> None:
     """Raises ValueError for arguments of vLLM that cannot be set."""
@@ -186,7 +196,7 @@ DEEPSPEED_SPEED = frozenset(
     )
 )
 """Those that change only speed, memory and rounding."""
-DEEPSPEED_KEYS = ("communication_data_type", "gradient_predivide_factor", "prescale_gradients", "zero_optimization")
+DEEPSPEED_KEYS = ("communication_data_type", "zero_optimization")
 """Other keys that are passed on. DeepSpeed does not refuse a misspelt key outside `zero_optimization`."""
 
 
