@@ -12,9 +12,9 @@ from difflib import get_close_matches
 from pydantic import JsonValue
 
 
-def refuse(args: Iterable[str], refused: Mapping[str, str]) -> None:
+def refuse(args: Iterable[str], refused: Mapping[str, str], key: str = "args") -> None:
     """Raises ValueError if there are arguments that are refused; `refused` has the reason of each."""
-    if reasons := [f"args.{name} cannot be set: {refused[name]}" for name in args if name in refused]:
+    if reasons := [f"{key}.{name} cannot be set: {refused[name]}" for name in args if name in refused]:
         raise ValueError("; ".join(reasons))
 
 
@@ -208,4 +208,23 @@ def check_deepspeed(args: Mapping[str, JsonValue]) -> None:
     refuse([*args, *(f"zero_optimization.{name}" for name in zero)], DEEPSPEED_REFUSED)
     known = (*DEEPSPEED_KEYS, *(name for name in DEEPSPEED_SPEED if "." not in name))
     if mistakes := unknown("args", args, known, "DeepSpeed that Ratchet passes on"):
+        raise ValueError("; ".join(mistakes))
+
+
+RUNTIME_ENV = ("conda", "config", "container", "env_vars", "image_uri", "pip", "py_executable", "py_modules", "uv")
+"""Keys of Ray's runtime environment that an actor may have."""
+ENVIRONMENT_REFUSED = {
+    "working_dir": "Ray takes it only for whole jobs; set py_modules, or PYTHONPATH in env_vars",
+    "env_vars.CUDA_VISIBLE_DEVICES": "set gpus_per_worker",
+    "env_vars.LOCAL_RANK": "Ratchet sets it",
+}
+
+
+def check_runtime_env(environment: Mapping[str, JsonValue]) -> None:
+    """Raises ValueError for keys of a runtime environment that Ray does not have, or that Ratchet sets."""
+    variables = environment.get("env_vars", {})
+    if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
+        raise ValueError("runtime_env.env_vars should map names to texts: quote numbers")
+    refuse([*environment, *(f"env_vars.{name}" for name in variables)], ENVIRONMENT_REFUSED, "runtime_env")
+    if mistakes := unknown("runtime_env", environment, RUNTIME_ENV, "Ray's runtime environment"):
         raise ValueError("; ".join(mistakes))

@@ -27,7 +27,7 @@ from ratchet.rlhf.algorithms import (
 )
 from ratchet.rlhf.algorithms.optimizers import AdamW, Optimizer
 from ratchet.rlhf.built_in_rewards import JUDGE
-from ratchet.rlhf.config.engine_args import MODEL_REFUSED, refuse
+from ratchet.rlhf.config.engine_args import MODEL_REFUSED, check_runtime_env, refuse
 from ratchet.rlhf.config.engines import HFConfig, RolloutEngine, TorchConfig, TrainEngine
 from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section, type_may_be_left_out
 
@@ -868,6 +868,14 @@ class PoolConfig(Section):
         1800, gt=0, description="seconds after which workers that wait for another worker's part fail, and all restart"
     )
     idle_minutes: float = Field(30, gt=0, description="minutes without a call after which the workers end")
+    runtime_env: dict[str, JsonValue] = Field(
+        {}, description="Ray's runtime environment of the workers, such as {env_vars: {NCCL_DEBUG: INFO}}"
+    )
+
+    @model_validator(mode="after")
+    def _environment_may_be_set(self) -> Self:
+        check_runtime_env(self.runtime_env)
+        return self
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]

@@ -50,8 +50,10 @@ from ratchet.rlhf.errors import EngineLost, UserError
 from ratchet.rlhf.models.hub_layout import copy_weights
 from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.models.tokenizers import load_tokenizer
+from ratchet.rlhf.rollout.build import rollout_engine
 from ratchet.rlhf.rollout.engine import Chunk, Generation, Request, RolloutEngine, Sampling, joined
 from ratchet.rlhf.rollout.hf_engine import HFRollout
+from ratchet.rlhf.rollout.rollout_team import RolloutTeam
 from ratchet.rlhf.rollout.server_engine import ServerRollout
 from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 from ratchet.rlhf.train.engine import OptimizerPlan
@@ -216,11 +218,12 @@ def test_log_probs_are_those_of_the_train_engine(own: Kind, policy_folder: Path,
     asked = requests()
     found = own.build(policy_folder, dtype=dtype).generate(asked, own.sampling)
     close = own.close if dtype == "float32" else 0.3
-    assert_log_probs_are_the_trainers(policy_folder, asked, found, SAMPLING.temperature, close, dtype)
+    model = ModelConfig(path=str(policy_folder))
+    assert_log_probs_are_the_trainers(model, asked, found, SAMPLING.temperature, close, dtype)
 
 
 def assert_log_probs_are_the_trainers(
-    folder: Path,
+    model: ModelConfig,
     asked: Sequence[Request],
     found: Sequence[Generation],
     temperature: float,
@@ -234,7 +237,7 @@ def assert_log_probs_are_the_trainers(
             "response_ids": tokens(found),
         }
     )
-    trainer = TorchEngine(load_actor(ModelConfig(path=str(folder))), "policy", dtype=dtype, trainable=False)
+    trainer = TorchEngine(load_actor(model), "policy", dtype=dtype, trainable=False)
     expected = trainer.infer(batch, ["log_probs"], temperature=temperature, micro_batch_tokens=200)
     for generation, log_probs in zip(found, expected["log_probs"].to_pylist(), strict=True):
         np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=close)
@@ -345,7 +348,8 @@ def test_vllm_drafts_tokens_from_what_a_response_repeats(policy_folder: Path) ->
     assert isinstance(engine, VLLMRollout)
     engine._running().call(vllm_drafts.watch)
     sampling = replace(kind.sampling, temperature=0.4, max_tokens=60, ignore_eos=True)
-    assert_log_probs_are_the_trainers(policy_folder, asked, engine.generate(asked, sampling), 0.4, kind.close)
+    found, model = engine.generate(asked, sampling), ModelConfig(path=str(policy_folder))
+    assert_log_probs_are_the_trainers(model, asked, found, sampling.temperature, kind.close)
     assert engine._running().call(vllm_drafts.most) == 4, "three drafted tokens were accepted, and one was drawn"
 
 
@@ -952,3 +956,23 @@ def test_a_prompt_is_read_once_for_all_its_responses(policy_folder: Path) -> Non
     rollout.model.get_input_embeddings().register_forward_hook(lambda module, inputs, _: shapes.append(inputs[0].shape))
     rollout.generate(same_prompt(4, length=30), replace(SAMPLING, max_tokens=3, ignore_eos=True))
     assert shapes == [(1, 30), (4, 1), (4, 1)]
+
+
+@pytest.mark.parametrize("engine", engines("hf", "vllm"))
+def test_replaced_fields_of_the_models_config_are_everyones(engine: str, policy_folder: Path, tmp_path: Path) -> None:
+    """The trainer and the rollout compute the model that `model.args` makes of the files."""
+    stretched = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0}}
+    config = tiny.config(
+        tmp_path,
+        model={"path": str(policy_folder), "dtype": "float32", "args": stretched},
+        rollout__engine=engine if engine == "hf" else {"type": "vllm", "args": {"max_num_seqs": 16}},
+    )
+    built = rollout_engine(config, None, RolloutTeam())
+    try:
+        asked = requests()
+        found = built.generate(asked, Sampling(1.0, 1.0, max_tokens=12, seed=3))
+    finally:
+        built.close()
+    assert_log_probs_are_the_trainers(config.model, asked, found, 1.0, ENGINES[engine].close)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_log_probs_are_the_trainers(ModelConfig(path=str(policy_folder)), asked, found, 1.0, 0.01)
