@@ -176,7 +176,7 @@ class DeepSpeedConfig(_SplitsSequences):
 
     extra: ClassVar[str | None] = "deepspeed"
     package: ClassVar[str | None] = "deepspeed"
-    operational = frozenset(("zero_stage", "offload", "sequence_parallel", *(f"args.{key}" for key in DEEPSPEED_SPEED)))
+    operational = frozenset(f"args.{key}" for key in DEEPSPEED_SPEED)
     type: Literal["deepspeed"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = Field(
         2,
