@@ -196,7 +196,7 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
             continue
         before_value = before.get(name, _json(field.get_default()))  # type: ignore[union-attr]
         if name == "args":
-            lines += _argument_changes(f"{path}.args", before_value, now.args, operational)  # type: ignore[attr-defined]
+            lines += _argument_changes(f"{path}.args", before_value, now.args, operational)
             continue
         lines += _changes(f"{path}.{name}", before_value, getattr(now, name))
     return lines

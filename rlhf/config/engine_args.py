@@ -54,9 +54,7 @@ VLLM_REFUSED = {
     "max_lora_rank": "set model.lora.r",
     "lora_target_modules": "set model.lora.target_modules",
     "enable_sleep_mode": "set actor.offload_when_idle",
-    **dict.fromkeys(
-        ("generation_config", "override_generation_config"), "set rollout.temperature, top_p, top_k, min_p"
-    ),
+    **dict.fromkeys(("generation_config", "override_generation_config"), "set rollout.temperature, top_p, top_k"),
     "logprobs_mode": "log-probs must be those at rollout.temperature, before truncation",
     **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _DRAWING),
     **dict.fromkeys(

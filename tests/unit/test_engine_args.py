@@ -32,12 +32,10 @@ def test_vllm_has_the_arguments_that_are_named() -> None:
 
 
 def test_a_misspelt_key_of_deepspeeds_zero_is_refused(tmp_path: Path) -> None:
-    zero = {"stage3_prefetch_bucket_size": 1000, "overlap_com": False}
-    with pytest.raises(
-        UserError, match=r"^actor\.engine\.args\.zero_optimization\.overlap_com .*: write overlap_comm$"
-    ):
-        engine = {"type": "deepspeed", "args": {"zero_optimization": zero}}
-        check_engine_args(tiny.config(tmp_path, actor__engine=engine))
+    args = {"zero_optimization": {"stage3_prefetch_bucket_size": 1000, "overlap_com": False}}
+    config = tiny.config(tmp_path, actor__engine={"type": "deepspeed", "args": args})
+    with pytest.raises(UserError, match=r"^actor\.engine\.args\.zero_.*overlap_com .*: write overlap_comm$"):
+        check_engine_args(config)
 
 
 def test_deepspeed_has_the_keys_that_are_named() -> None:
