@@ -88,7 +88,12 @@ class StageConfig(BaseModel):
             holder, _, name = path.rpartition(".")
             default = _section_class(holder).model_fields[name].get_default()
             now = _value(config, path) if _key_or_null_section(config, path) == path else default
-            lines += _changes(path, _lookup(tree, path, _json(default)), now)
+            before = _lookup(tree, path, _json(default))
+            if name == "args":
+                held = _value(config, holder)
+                lines += _argument_changes(path, before, now, frozenset() if held is None else held.operational)
+                continue
+            lines += _changes(path, before, now)
         return lines
 
     @classmethod
@@ -190,8 +195,28 @@ def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
         if name in operational:
             continue
         before_value = before.get(name, _json(field.get_default()))  # type: ignore[union-attr]
+        if name == "args":
+            lines += _argument_changes(f"{path}.args", before_value, now.args, operational)
+            continue
         lines += _changes(f"{path}.{name}", before_value, getattr(now, name))
     return lines
+
+
+def _argument_changes(path: str, before: JsonValue, now: JsonValue, operational: frozenset[str]) -> list[str]:
+    """Describes the differences between arguments of another program, some of which may be operational."""
+    if before == now or path[path.index(".args") + 1 :] in operational:
+        return []
+    if not all(value is None or isinstance(value, dict) for value in (before, now)):
+        return _changes(path, before, now)
+    old, new = before or {}, now or {}
+    assert isinstance(old, dict)
+    assert isinstance(new, dict)
+    names = sorted({*old, *new})
+    return [
+        line
+        for name in names
+        for line in _argument_changes(f"{path}.{name}", old.get(name), new.get(name), operational)
+    ]
 
 
 def _short(value: JsonValue, other: JsonValue) -> str:

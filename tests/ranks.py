@@ -104,6 +104,11 @@ def only_rank(rank: int, count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def variable(worker: object, name: str) -> str | None:
+    """Returns the value of a variable in the environment of a pool's process."""
+    return os.environ.get(name)
+
+
 def one_rank_fails(context: Any) -> Any:
     """A stage that fails to read on one rank, while the other waits for it."""
     from ratchet.infra.store.object_store import StoreUnavailable

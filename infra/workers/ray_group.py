@@ -397,6 +397,7 @@ class RayGroup:
                 num_cpus=pool.cpus_per_worker,
                 num_gpus=pool.gpus_per_worker,
                 resources=typed,
+                runtime_env=pool.runtime_env or None,
                 name=self._actor_name(number),
                 namespace=NAMESPACE,
                 lifetime=lifetime,
@@ -415,6 +416,9 @@ class RayGroup:
                 for rank, actor in enumerate(actors)
             ]
             ray.get(joins, timeout=START_S)
+        except ray.exceptions.RuntimeEnvSetupError as error:
+            self.end()
+            raise UserError(f"pools.{self.name}.runtime_env does not work: {in_one_line(error)}") from None
         except ray.exceptions.RayActorError as error:
             self.end()
             raise GroupLost(f"a process of pool {self.name} died while the pool was started: it restarts") from error

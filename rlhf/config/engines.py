@@ -10,8 +10,9 @@ import math
 from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, model_validator
 
+from ratchet.rlhf.config.engine_args import DEEPSPEED_SPEED, VLLM_SPEED, check_deepspeed, check_vllm
 from ratchet.rlhf.config.section import OneOrMore, Section, type_may_be_left_out
 
 
@@ -30,6 +31,18 @@ class TrainEngineConfig(EngineConfig):
     needs_gpu: ClassVar[bool] = False
     own_layers: ClassVar[bool] = False
     """It computes with its own layers, which have no adapters and no other kernels or attention."""
+    args: dict[str, JsonValue] = Field({}, description="more keys of DeepSpeed's config; only with deepspeed")
+
+    @model_validator(mode="after")
+    def _args_may_be_set(self, info: ValidationInfo) -> Self:
+        if info.context is None:  # else a stage's committed keys are set, and its engine may be another one now
+            self.check_args()
+        return self
+
+    def check_args(self) -> None:
+        """Raises ValueError for arguments that cannot be passed on to the engine's package."""
+        if self.args:
+            raise ValueError("args are for engine deepspeed: remove them")
 
     @property
     def teams(self) -> dict[str, int]:
@@ -163,6 +176,7 @@ class DeepSpeedConfig(_SplitsSequences):
 
     extra: ClassVar[str | None] = "deepspeed"
     package: ClassVar[str | None] = "deepspeed"
+    operational = frozenset(f"args.{key}" for key in DEEPSPEED_SPEED)
     type: Literal["deepspeed"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = Field(
         2,
@@ -172,6 +186,9 @@ class DeepSpeedConfig(_SplitsSequences):
     offload: bool = Field(
         False, description="keep the optimizer state, and with zero_stage 3 the parameters, in host memory"
     )
+
+    def check_args(self) -> None:
+        check_deepspeed(self.args)
 
     @property
     def compiles(self) -> bool:
@@ -286,7 +303,7 @@ class HFConfig(RolloutEngineConfig):
 
 
 class VLLMConfig(RolloutEngineConfig):
-    """vLLM. Its keys change only rounding, except for `quantization`."""
+    """vLLM. Its keys change only rounding, except for `quantization` and some of `args`."""
 
     extra: ClassVar[str | None] = "vllm"
     package: ClassVar[str | None] = "vllm"
@@ -299,6 +316,7 @@ class VLLMConfig(RolloutEngineConfig):
             "prefix_caching",
             "cpu_cache_gib",
             "timeout_s",
+            *(f"args.{name}" for name in VLLM_SPEED),
         )
     )
     type: Literal["vllm"] = "vllm"
@@ -319,6 +337,14 @@ class VLLMConfig(RolloutEngineConfig):
     timeout_s: float = Field(
         600.0, gt=0, description="vLLM is restarted if it makes no progress for so long, in seconds"
     )
+    args: dict[str, JsonValue] = Field(
+        {}, description="more arguments of vLLM (EngineArgs), such as {max_num_seqs: 64}; see docs/rollouts.md"
+    )
+
+    @model_validator(mode="after")
+    def _args_may_be_set(self) -> Self:
+        check_vllm(self.args)
+        return self
 
     @property
     def devices(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
 from ratchet.rlhf.errors import UserError
@@ -292,7 +292,7 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 def _type_name(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
-    if annotation is Any:
+    if annotation in (Any, JsonValue):
         return "any value"
     if origin is Literal:
         return " or ".join(yaml_text(arg) for arg in args)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from ratchet.rlhf.built_in_rewards import solved_score
+from ratchet.rlhf.config.engine_args import VLLM_ROUNDS
 from ratchet.rlhf.config.engines import ENGINES, RolloutEngineConfig
 from ratchet.rlhf.config.incompatibilities import incompatible
 from ratchet.rlhf.config.reading import overridden, read_yaml, set_value, validated, write_out
@@ -335,7 +336,12 @@ def _generates_with_other_rounding(tree: Mapping[str, Any]) -> bool:
     rollout, model = _section(tree, "rollout"), _section(tree, "model")
     engine = rollout.get("engine")
     chosen = engine if isinstance(engine, Mapping) else {"type": engine}
-    is_rounded = model.get("dtype") != "float32" or chosen.get("quantization") is not None
+    types = (_section(chosen, "args").get(name) for name in VLLM_ROUNDS)
+    is_rounded = (
+        model.get("dtype") != "float32"
+        or chosen.get("quantization") is not None
+        or any(of_type not in (None, "auto") for of_type in types)
+    )
     kind = ENGINES.get(str(chosen.get("type")))
     return is_rounded and kind is not None and issubclass(kind, RolloutEngineConfig) and kind.own_process
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from ratchet.rlhf.algorithms import (
     GAE,
@@ -25,6 +25,7 @@ from ratchet.rlhf.algorithms import (
 )
 from ratchet.rlhf.algorithms.optimizers import AdamW, Optimizer
 from ratchet.rlhf.built_in_rewards import JUDGE
+from ratchet.rlhf.config.engine_args import MODEL_REFUSED, check_runtime_env, refuse
 from ratchet.rlhf.config.engines import HFConfig, RolloutEngine, TorchConfig, TrainEngine
 from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section, type_may_be_left_out
 from ratchet.rlhf.config.user_algorithms import AnyAdvantage, AnyPolicyLoss
@@ -103,6 +104,16 @@ class ModelConfig(Section):
         {}, description="variables of the chat template, such as {enable_thinking: false}"
     )
     trust_remote_code: bool = Field(False, description="run Python code from the model's repository")
+    args: dict[str, JsonValue] = Field(
+        {},
+        description="fields of the model's config.json that are replaced when it is loaded, such as {rope_parameters: "
+        "{rope_type: yarn, factor: 4.0}}",
+    )
+
+    @model_validator(mode="after")
+    def _args_may_be_set(self) -> Self:
+        refuse(self.args, MODEL_REFUSED)
+        return self
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())  # a dictionary among the values has no hash
@@ -478,7 +489,7 @@ class ClassifierConfig(ModelConfig):
     """A classifier that scores responses."""
 
     # files are compared by their content
-    operational = frozenset(ModelConfig.model_fields.keys() - {"dtype"} | {"micro_batch_tokens"})
+    operational = frozenset(ModelConfig.model_fields.keys() - {"dtype", "args"} | {"micro_batch_tokens"})
 
     kind: Literal["outcome", "process"] = Field(
         "outcome",
@@ -876,6 +887,14 @@ class PoolConfig(Section):
         1800, gt=0, description="seconds after which workers that wait for another worker's part fail, and all restart"
     )
     idle_minutes: float = Field(30, gt=0, description="minutes without a call after which the workers end")
+    runtime_env: dict[str, JsonValue] = Field(
+        {}, description="Ray's runtime environment of the workers, such as {env_vars: {NCCL_DEBUG: INFO}}"
+    )
+
+    @model_validator(mode="after")
+    def _environment_may_be_set(self) -> Self:
+        check_runtime_env(self.runtime_env)
+        return self
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from typing import TYPE_CHECKING
 
+from ratchet.rlhf.config.engine_args import unknown
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.custom_code import needs_code
 from ratchet.rlhf.models.kernels import check_liger
@@ -31,12 +32,15 @@ def model_config(model: ModelConfig, key: str = "model", *, num_labels: int | No
     labels = {} if num_labels is None else {"num_labels": num_labels}
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            model_folder(model, key), trust_remote_code=model.trust_remote_code, **labels
+            model_folder(model, key), trust_remote_code=model.trust_remote_code, **labels, **model.args
         )
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise needs_code(model, key) from None
+    # transformers ignores arguments that are no fields
+    if mistakes := unknown(f"{key}.args", model.args, config.to_dict(), f"the config of {config.model_type}"):
+        raise UserError("\n".join(mistakes))
     return config
 
 

@@ -89,8 +89,11 @@ def _file_digest(path: Path, size: int, modified_ns: int) -> str:
 
 
 def initial_digest(model: ModelConfig, seed: int) -> str:
-    """Returns the sha256 of a role's initial weights: the model's files, and the settings and seed of new adapters."""
+    """Returns the sha256 of a role's initial weights: the model's files, replaced fields of its config, and the
+    settings and seed of new adapters."""
     base = files_digest(model_folder(model))
+    if model.args:
+        base = hashlib.sha256(f"{base} {json.dumps(model.args, sort_keys=True)}".encode()).hexdigest()
     if model.lora is None:
         return base
     return hashlib.sha256(f"{base} {model.lora.model_dump_json()} {seed}".encode()).hexdigest()

@@ -81,6 +81,8 @@ def vllm_rollout(
         quantization=vllm.quantization,
         enable_sleep_mode=config.actor.offload_when_idle and on_gpu,
         trust_remote_code=model.trust_remote_code,
+        hf_overrides=model.args,
+        **vllm.args,
     )
 
 

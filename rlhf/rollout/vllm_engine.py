@@ -254,6 +254,7 @@ class VLLMRollout(RolloutEngine):
             timeout_s: vLLM is restarted if it makes no progress for this many seconds.
             deterministic: make a response independent of the requests in its batch; only on a GPU.
             devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
+            options: more arguments of vLLM's `EngineArgs`.
         """
         self.eos, self.timeout_s = eos_token_ids, timeout_s
         self.on_gpu, self.cpu_cache_gib, self.deterministic = on_gpu, cpu_cache_gib, deterministic
@@ -288,11 +289,10 @@ class VLLMRollout(RolloutEngine):
             **({} if on_gpu else {"enable_chunked_prefill": False}),
             "weight_transfer_config": {"backend": "ipc" if self.transfers_on_device else HOST_MEMORY},
             "worker_extension_cls": "ratchet.rlhf.rollout.vllm_weights.Extension",
+            # only the newest adapter is ever used
+            **({} if lora_rank is None else {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}),
             **options,
         }
-        if lora_rank is not None:
-            # only the newest adapter is ever used
-            self.options |= {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}
         # files in /dev/shm would hold memory after this process
         atexit.register(self.close)
 

@@ -28,6 +28,25 @@ if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
 
 
+def for_each_draft(
+    values: torch.Tensor, ends: torch.Tensor, count: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeats each request's value for its drafted tokens, of which there are `count`.
+
+    Args:
+        ends: total number of drafted tokens up to and including each request.
+    """
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return values.where(values != replace_from, replace_to).repeat_interleave(counts, output_size=count)
+
+
+if not torch.cuda.is_available():
+    # without a GPU, vLLM 0.32 leaves the temperatures of drafted tokens unset (vllm-project/vllm issue 55005)
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = for_each_draft
+
+
 @dataclass
 class Start(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types
     """A worker's parameters for the transfer: none."""

@@ -67,7 +67,9 @@ def train_engine(
     if isinstance(engine, DeepSpeedConfig):
         from ratchet.rlhf.train.deepspeed_engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(model, head, stage=engine.zero_stage, offload=engine.offload, **options)
+        return DeepSpeedEngine(
+            model, head, stage=engine.zero_stage, offload=engine.offload, args=engine.args, **options
+        )
     from ratchet.rlhf.train.torch_engine import TorchEngine
 
     return TorchEngine(model, head, **options)

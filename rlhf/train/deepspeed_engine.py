@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,6 +44,7 @@ class DeepSpeedEngine(ModelEngine):
         *,
         stage: ZeroStage = 2,
         offload: bool = False,
+        args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """Wraps a model.
@@ -51,6 +52,7 @@ class DeepSpeedEngine(ModelEngine):
         Args:
             stage: ZeRO stage: from 1 the optimizer state is sharded, from 2 also gradients, in 3 also parameters.
             offload: keep optimizer state (and in stage 3 parameters) in host memory.
+            args: more keys of DeepSpeed's config.
         """
         kept = activation_checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
         # stage 3's hooks gather parameters within a layer, which selective checkpointing does not allow
@@ -72,13 +74,14 @@ class DeepSpeedEngine(ModelEngine):
         if rounds and stage == 1:  # stage 1's optimizer for float32 gradient sums cannot leave the device
             stage = 2
         self.stage = stage
-        zero: dict[str, Any] = {"stage": stage}
+        given = dict(args or {})
+        zero: dict[str, Any] = {**given.get("zero_optimization", {}), "stage": stage}
         host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         if offload:
             zero["offload_optimizer"] = host
         if offload and stage == 3:
             zero["offload_param"] = host
-        config = {
+        config = given | {
             "train_micro_batch_size_per_gpu": 1,  # unused: we mark the end of a mini-batch ourselves
             "gradient_accumulation_steps": 1,
             "zero_optimization": zero,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from pydantic import JsonValue
 
 from ratchet.infra.workers.calls import Context
 from ratchet.rlhf.algorithms import RolloutCorrection
@@ -31,6 +32,8 @@ class UpdateActorConfig(StageConfig):
     rollout_correction: RolloutCorrection | None = key("algorithm.rollout_correction")
     critic_warmup_iterations: int | None = key("critic.warmup_iterations")
     trainer: UpdateConfig = section("actor")
+    # the loaded engine has them
+    engine_args: dict[str, JsonValue] = key("actor.engine.args")
 
 
 def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:

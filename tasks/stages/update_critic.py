@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import JsonValue
+
 from ratchet.infra.workers.calls import Context
 from ratchet.rlhf.algorithms.objectives import CriticObjective
 from ratchet.rlhf.config import ModelConfig, RunConfig
@@ -17,6 +19,8 @@ class UpdateCriticConfig(StageConfig):
     critic_model: ModelConfig | None = key("critic.model")
     cliprange_value: float | None = key("critic.cliprange_value")
     trainer: UpdateConfig = section("critic")
+    # the loaded engine has them
+    engine_args: dict[str, JsonValue] | None = key("critic.engine.args")
 
 
 def update_critic(context: Context[UpdateCriticConfig]) -> dict[str, float]:

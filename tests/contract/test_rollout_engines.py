@@ -50,14 +50,16 @@ from ratchet.rlhf.errors import EngineLost, UserError
 from ratchet.rlhf.models.hub_layout import copy_weights
 from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.models.tokenizers import load_tokenizer
+from ratchet.rlhf.rollout.build import rollout_engine
 from ratchet.rlhf.rollout.engine import Chunk, Generation, Request, RolloutEngine, Sampling, joined
 from ratchet.rlhf.rollout.hf_engine import HFRollout
+from ratchet.rlhf.rollout.rollout_team import RolloutTeam
 from ratchet.rlhf.rollout.server_engine import ServerRollout
 from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from ratchet.rlhf.weights import buckets
-from tests import sglang_server, tiny
+from tests import sglang_server, tiny, vllm_drafts
 from tests.extras import needs
 from tests.served import end_servers
 from tests.tiny import model_folder, moe_folder
@@ -132,6 +134,7 @@ ENGINES: dict[str, Kind] = {
     "hf": Kind(hf_rollout, SAMPLING, CLOSE, exact=True),
     "vllm": OF_VLLM,
     "vllm-async": replace(OF_VLLM, build=partial(vllm_rollout, of=AsyncScheduling)),
+    "vllm-ngram": replace(OF_VLLM, build=partial(vllm_rollout, spec_method="ngram", spec_tokens=3)),
     "server": replace(OF_VLLM, build=server_rollout),
     "sglang": Kind(sglang_rollout, SAMPLING, CLOSE, exact=False),
 }
@@ -139,6 +142,7 @@ NEEDS = {
     "hf": (),
     "vllm": needs("vllm"),
     "vllm-async": needs("vllm"),
+    "vllm-ngram": needs("vllm"),
     "server": needs("vllm"),
     "sglang": needs("sglang"),
 }
@@ -208,10 +212,24 @@ def tokens(generations: Sequence[Generation]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("own", engines("hf", "vllm", "vllm-ngram"), indirect=True)
 def test_log_probs_are_those_of_the_train_engine(own: Kind, policy_folder: Path, dtype: Any) -> None:
     """Of the temperature-scaled logits, whatever top_p leaves out (a bfloat16 has 8 bits)."""
     asked = requests()
     found = own.build(policy_folder, dtype=dtype).generate(asked, own.sampling)
+    close = own.close if dtype == "float32" else 0.3
+    model = ModelConfig(path=str(policy_folder))
+    assert_log_probs_are_the_trainers(model, asked, found, SAMPLING.temperature, close, dtype)
+
+
+def assert_log_probs_are_the_trainers(
+    model: ModelConfig,
+    asked: Sequence[Request],
+    found: Sequence[Generation],
+    temperature: float,
+    close: float,
+    dtype: Any = "float32",
+) -> None:
     batch = TrajectoryBatch.of(
         {
             "trajectory_id": [request.trajectory_id for request in asked],
@@ -219,11 +237,10 @@ def test_log_probs_are_those_of_the_train_engine(own: Kind, policy_folder: Path,
             "response_ids": tokens(found),
         }
     )
-    trainer = TorchEngine(load_actor(ModelConfig(path=str(policy_folder))), "policy", dtype=dtype, trainable=False)
-    expected = trainer.infer(batch, ["log_probs"], temperature=SAMPLING.temperature, micro_batch_tokens=200)
+    trainer = TorchEngine(load_actor(model), "policy", dtype=dtype, trainable=False)
+    expected = trainer.infer(batch, ["log_probs"], temperature=temperature, micro_batch_tokens=200)
     for generation, log_probs in zip(found, expected["log_probs"].to_pylist(), strict=True):
-        atol = own.close if dtype == "float32" else 0.3
-        np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=atol)
+        np.testing.assert_allclose(generation.log_probs, log_probs, rtol=0, atol=close)
 
 
 def test_greedy_is_what_transformers_generates(kind: Kind, engine: RolloutEngine, policy_folder: Path) -> None:
@@ -321,6 +338,19 @@ def test_vllm_schedules_ahead_where_tests_say_so(policy_folder: Path) -> None:
     assert isinstance(engine, VLLMRollout)
     engine.generate(requests(1), kind.sampling)
     assert "asynchronous scheduling: True" in (engine.scratch / "log").read_text()
+
+
+@needs("vllm")
+def test_vllm_drafts_tokens_from_what_a_response_repeats(policy_folder: Path) -> None:
+    """Of the tokens that are drawn at once, the log-probs are the trainer's, too, and so are those drawn after them."""
+    kind, asked = ENGINES["vllm-ngram"], requests()
+    engine = kind.build(policy_folder)
+    assert isinstance(engine, VLLMRollout)
+    engine._running().call(vllm_drafts.watch)
+    sampling = replace(kind.sampling, temperature=0.4, max_tokens=60, ignore_eos=True)
+    found, model = engine.generate(asked, sampling), ModelConfig(path=str(policy_folder))
+    assert_log_probs_are_the_trainers(model, asked, found, sampling.temperature, kind.close)
+    assert engine._running().call(vllm_drafts.most) == 4, "three drafted tokens were accepted, and one was drawn"
 
 
 @needs("sglang")
@@ -804,6 +834,7 @@ def test_sglang_keeps_the_likeliest_and_their_proportions(policy_folder: Path, t
         assert generation.log_probs[0] == pytest.approx(np.log(probs[generation.response_ids[0]]), abs=CLOSE)
 
 
+@pytest.mark.parametrize("own", engines("hf", "vllm", "vllm-ngram"), indirect=True)
 def test_positions_and_trajectories_draw_independently(own: Kind, policy_folder: Path, tmp_path: Path) -> None:
     """A model that says the same everywhere draws from one distribution, and no token tells its neighbours'."""
     model = load_actor(ModelConfig(path=str(policy_folder)))
@@ -925,3 +956,23 @@ def test_a_prompt_is_read_once_for_all_its_responses(policy_folder: Path) -> Non
     rollout.model.get_input_embeddings().register_forward_hook(lambda module, inputs, _: shapes.append(inputs[0].shape))
     rollout.generate(same_prompt(4, length=30), replace(SAMPLING, max_tokens=3, ignore_eos=True))
     assert shapes == [(1, 30), (4, 1), (4, 1)]
+
+
+@pytest.mark.parametrize("engine", engines("hf", "vllm"))
+def test_replaced_fields_of_the_models_config_are_everyones(engine: str, policy_folder: Path, tmp_path: Path) -> None:
+    """The trainer and the rollout compute the model that `model.args` makes of the files."""
+    stretched = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0}}
+    config = tiny.config(
+        tmp_path,
+        model={"path": str(policy_folder), "dtype": "float32", "args": stretched},
+        rollout__engine=engine if engine == "hf" else {"type": "vllm", "args": {"max_num_seqs": 16}},
+    )
+    built = rollout_engine(config, None, RolloutTeam())
+    try:
+        asked = requests()
+        found = built.generate(asked, Sampling(1.0, 1.0, max_tokens=12, seed=3))
+    finally:
+        built.close()
+    assert_log_probs_are_the_trainers(config.model, asked, found, 1.0, ENGINES[engine].close)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_log_probs_are_the_trainers(ModelConfig(path=str(policy_folder)), asked, found, 1.0, 0.01)

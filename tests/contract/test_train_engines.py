@@ -490,6 +490,14 @@ def test_metrics_are_means_over_the_steps_and_the_digest_covers_the_optimizer(
     assert engine.digest() != digest
 
 
+def test_more_keys_of_deepspeeds_config_are_passed_on(policy_folder: Path) -> None:
+    args = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
+    built = ENGINES["zero2"](policy_folder, "policy", args=args)
+    assert isinstance(built, DeepSpeedEngine)
+    assert (built.engine.zero_reduce_bucket_size(), built.engine.wall_clock_breakdown()) == (1000, True)
+    assert built.engine.zero_optimization_stage() == 2
+
+
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "zero3"])  # which the config refuses
 @pytest.mark.parametrize("head", LOAD)
 def test_making_room_changes_nothing(

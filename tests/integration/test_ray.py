@@ -28,7 +28,7 @@ from tests import tiny
 from tests.extras import EXTRAS, needs
 from tests.history import History
 from tests.processes import Child, Fault, Processes
-from tests.ranks import one_rank_fails, one_rank_never_answers
+from tests.ranks import one_rank_fails, one_rank_never_answers, variable
 from tests.served import end_servers
 from tests.vllm_server import serving
 
@@ -326,6 +326,20 @@ def test_two_workers_that_share_an_engine_want_one_machine(runs: Runs) -> None:
     straddles = runs.train(runs.config("straddles", pools={"train": {"workers": 2}}, **vllm))
     assert straddles.wait() == 2, straddles.text
     assert "asks for 1 x 2 CPUs, each on one machine (2 workers share" in straddles.text
+
+
+def test_a_pool_has_a_runtime_environment(runs: Runs, tmp_path: Path) -> None:
+    import ray
+
+    environment = {"env_vars": {"NCCL_DEBUG": "WARN"}}
+    config = runs.config("environment", pools={"train": {"workers": 1, "runtime_env": environment}})
+    group = RayGroup(config, f"file://{tmp_path}/runs/environment", "train", threads=1, identity="")
+    group.term = 1
+    try:
+        assert group.call(variable, "NCCL_DEBUG") == "WARN"
+    finally:
+        group.end()
+        ray.shutdown()
 
 
 def test_a_group_whose_ranks_part_begins_anew(runs: Runs, tmp_path: Path) -> None:

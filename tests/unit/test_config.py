@@ -113,6 +113,17 @@ WRONG = [
     ("pools={all: {workers: 8}}; actor={engine: {type: fsdp, shard_size: 2, tensor_parallel: 4}}", "actor.engine: shard_size is 2, which is no multiple of tensor_parallel 4: raise it"),  # noqa: E501
     ("model.attention=flash_attention_2; model.dtype=float32", "model.attention flash_attention_2 computes in 16 bits: set model.dtype bfloat16, or use sdpa"),  # noqa: E501
     ("rollout.engine.quantization=fp8", "rollout.engine.quantization is no option of hf, but of vllm: remove it, or set rollout.engine.type to vllm"),  # noqa: E501
+    ("rollout.engine={type: vllm, args: {dtype: half, logits_processors: [mine]}}", "rollout.engine: args.dtype cannot be set: set model.dtype; args.logits_processors cannot be set: the trainer could not compute the probabilities of tokens that are drawn with it"),  # noqa: E501
+    ("rollout.engine={type: vllm, args: {tensor_parallel_size: 2}}", "rollout.engine: args.tensor_parallel_size cannot be set: set rollout.engine.tensor_parallel"),  # noqa: E501
+    ("rollout.engine={type: vllm, args: {speculative_config: {method: ngram, rejection_sample_method: synthetic}}}", "rollout.engine: args.speculative_config.rejection_sample_method is synthetic, which draws tokens with other probabilities than the model's: remove it"),  # noqa: E501
+    ("rollout.engine={type: vllm, args: {seen: 2026-01-01}}", "rollout.engine.args.seen is datetime.date(2026, 1, 1): input was not a valid JSON value"),  # noqa: E501
+    ("actor.engine={type: fsdp, args: {communication_data_type: fp32}}", "actor.engine: args are for engine deepspeed: remove them"),  # noqa: E501
+    ("actor.engine={type: deepspeed, args: {gradient_clipping: 1.0, zero_optimization: {stage: 3}}}", "actor.engine: args.gradient_clipping cannot be set: set grad_clip, beside engine; args.zero_optimization.stage cannot be set: set zero_stage, beside args"),  # noqa: E501
+    ("actor.engine={type: deepspeed, args: {comunication_data_type: fp32}}", "actor.engine: args.comunication_data_type is no argument of DeepSpeed that Ratchet passes on: write communication_data_type"),  # noqa: E501
+    ("pools.all.runtime_env={env_vars: {A: 1}}", "pools.all: runtime_env.env_vars should map names to texts: quote numbers"),  # noqa: E501
+    ("pools.all.runtime_env={pips: [x]}", "pools.all: runtime_env.pips is no argument of Ray's runtime environment: write pip"),  # noqa: E501
+    ("pools.all.runtime_env={env_vars: {CUDA_VISIBLE_DEVICES: '0'}}", "pools.all: runtime_env.env_vars.CUDA_VISIBLE_DEVICES cannot be set: set gpus_per_worker"),  # noqa: E501
+    ("model.args={torch_dtype: half}", "model: args.torch_dtype cannot be set: set model.dtype"),
     ("rollout={engine: vllm, top_p: 0.9, temperature: 0.7}", "with rollout.top_p 0.9, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
     ("rollout={engine: vllm, min_p: 0.1, temperature: 0.7}", "rollout.engine vllm gives log-probs either before min_p or at a temperature, not both: with rollout.min_p 0.1, rollout.temperature must be 1 (or 0), but is 0.7"),  # noqa: E501
     ("rollout={engine: {type: server, urls: 'http://a:1', api: sglang}, min_p: 0.1}", "rollout.engine.api sglang has no min_p for requests with a seed: remove rollout.min_p, or set rollout.seeds to engine"),  # noqa: E501
@@ -386,6 +397,8 @@ def test_which_stages_exist() -> None:
         ({"rollout.engine": "vllm"}, True),
         ({"rollout.engine": "vllm", "model.dtype": "float32"}, False),
         ({"rollout.engine": "vllm", "model.dtype": "float32", "rollout.engine.quantization": "fp8"}, True),
+        ({"rollout.engine": {"type": "vllm", "args": {"kv_cache_dtype": "fp8"}}, "model.dtype": "float32"}, True),
+        ({"rollout.engine": {"type": "vllm", "args": {"max_num_seqs": 8}}, "model.dtype": "float32"}, False),
         ({"rollout.engine": "server", "rollout.engine.urls": ["http://127.0.0.1:1"]}, True),
         ({"rollout.engine": "vllm", "algorithm.rollout_correction": {}}, False),
     ],

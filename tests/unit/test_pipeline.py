@@ -106,6 +106,29 @@ def test_a_change_is_named() -> None:
     ]
 
 
+def test_arguments_of_another_program_count_unless_they_only_change_speed() -> None:
+    of_vllm = {"rollout.engine": {"type": "vllm", "args": {"max_num_seqs": 8}}}
+    config = parse_config(MINIMAL, "here").with_values(of_vllm)
+    stored = json.loads(json.dumps(Everything.values(config)))
+    faster = config.with_values({"rollout.engine.args": {"max_num_seqs": 16, "optimization_level": 3}})
+    assert Everything.differences(stored, faster) == []
+    drafts = config.with_values({"rollout.engine.args": {"speculative_config": {"method": "ngram"}}})
+    assert Everything.differences(stored, drafts) == ["rollout.engine.args.speculative_config.method: null -> ngram"]
+    before = json.loads(json.dumps(Everything.values(drafts)))
+    del stored["rollout"]["engine"]["args"]  # it is younger than what is stored
+    assert Everything.differences(stored, config) == []
+    other = config.with_values({"rollout.engine.args": {"speculative_config": {"method": "suffix"}}})
+    changed = ["rollout.engine.args.speculative_config.method: ngram -> suffix"]
+    assert Everything.differences(before, other) == changed
+
+    update = UPDATE_ACTOR.config
+    stored = json.loads(json.dumps(update.values(config)))
+    zero = {"overlap_comm": False, "zero_quantized_gradients": True}
+    sharded = config.with_values({"actor.engine": {"type": "deepspeed", "args": {"zero_optimization": zero}}})
+    changed = ["actor.engine.args.zero_optimization.zero_quantized_gradients: null -> True"]
+    assert update.differences(stored, sharded) == changed
+
+
 def test_a_key_that_is_younger_than_what_is_stored_counts_as_its_default() -> None:
     config = parse_config(MINIMAL, "here")
     stored = json.loads(json.dumps(Everything.values(config)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from ratchet.infra.execution.preflight.engine_args import check_engine_args
 from ratchet.infra.execution.preflight.mistakes import check_all
 from ratchet.infra.execution.preflight.models import check_models
 from ratchet.infra.execution.preflight.packages import check_packages
@@ -31,6 +32,7 @@ def check_inputs(config: RunConfig) -> None:
     chosen = (config.algorithm.loss, config.algorithm.advantage)
     check_all(
         partial(check_packages, config),
+        partial(check_engine_args, config),
         partial(_check_server, config),
         partial(check_rewards, config.reward, greedy),
         *([] if environment is None else [partial(check_environment, environment.name, environment.options)]),

@@ -45,7 +45,8 @@ def check_run(
     state = begin(store, config, take_over)
     mistakes = [
         f"the {role}'s model is not the one that run {config.run.name} started with (model.path {config.model.path}, "
-        f"model.lora {yaml_text(config.model.lora)}): choose another run.name, or restore the first model"
+        f"model.lora {yaml_text(config.model.lora)}, model.args {yaml_text(config.model.args)}): choose another "
+        "run.name, or restore the first model"
         for role, weights in outside.initial_weights.items()
         if (first := state.initial.get(role)) is not None and first.digest != weights.digest
     ]
