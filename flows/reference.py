@@ -94,6 +94,36 @@ Generated from `rlhf/algorithms/` by `make docs`. Every algorithm is a class who
 `close`. Recipes are in `examples/`. The formulas are checked against recorded values of the published implementations
 (`tests/unit/test_oracles.py`).
 
+## Your own
+
+`algorithm.loss` and `algorithm.advantage` also take a class of your own code, as `package.module:Class` or `file.py:Class`,
+whose fields get the values of `options`:
+
+```python
+# my_losses.py
+from ratchet.rlhf.algorithms.policy_losses import TokenLoss
+
+
+class TruncatedRatio(TokenLoss):
+    \"\"\"The ratio, up to a limit.\"\"\"
+
+    limit: float = 2.0
+
+    def token_losses(self, log_probs, old_log_probs, advantages, mask):
+        ratio = (log_probs - old_log_probs).clamp(-20, 20).exp()
+        return -ratio.clamp(max=self.limit) * advantages, {"ratio": ratio}
+```
+
+```yaml
+algorithm:
+  loss: {type: my_losses.py:TruncatedRatio, options: {limit: 3.0}}
+```
+
+The metrics of a loss are averaged over the tokens and named `actor/ratio`. Before a run starts, Ratchet tries the class on
+small random batches: shapes, finite values and gradients, masks, padding, micro-batches. `ratchet.testing.check_loss` and
+`check_advantage` do the same in your tests. The class's module is among what the stage depends on: if you change it,
+`ratchet plan` names it, and a fork continues from there. `CONTRIBUTING.md` has an estimator and a stage of one's own.
+
 Notation: $r_t$ reward of a token, $R$ sum of a trajectory's rewards, $A$ advantage, $\\rho$ ratio of the policy to the
 old one, $\\pi$ probability of a token.
 
