@@ -73,6 +73,7 @@ def _status(console: Console, run: Run, last: int) -> None:
 
     state, config = run.state, run.config
     first = max(0, state.iteration - last)
+    assert state.claim is not None, "run.config is the claim's"
     stages = shown_stages(config, state.claim.versions)
     title = f"{config.run.name}: {reached(state.iteration, config.iterations)}"
     table = Table(title=title, box=box.SIMPLE_HEAD)

@@ -235,9 +235,10 @@ def _open_validation(run: Run, damaged: OnDamage) -> list[Metrics]:
 def _stages(run: Run, damaged: OnDamage) -> list[Stage]:
     from ratchet.tasks.pipeline import shown_stages  # imports torch
 
-    progress = run.progress(run.state.iteration)
+    progress, claim = run.progress(run.state.iteration), run.state.claim
+    assert claim is not None, "run.config is the claim's"
     stages = []
-    for name, label in shown_stages(run.config, run.state.claim.versions).items():
+    for name, label in shown_stages(run.config, claim.versions).items():
         committed = run.state.stages.get(name)
         shards = run.state.shards.get(name, {})
         seconds = sum(shard.seconds for shard in shards.values()) if shards else None

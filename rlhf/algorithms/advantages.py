@@ -7,8 +7,8 @@ give every unmasked token the advantage of its trajectory.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
@@ -45,6 +45,9 @@ class AdvantageEstimator(Algorithm):
 
     It returns advantages and returns, float32, shape (batch, response), 0 where masked.
     """
+
+    if TYPE_CHECKING:  # each estimator declares the inputs that it needs
+        __call__: Callable[..., tuple[Tokens, Tokens]]
 
     learns_from_reward: ClassVar[bool] = True
     """False if the reward has no effect."""
