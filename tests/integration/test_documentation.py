@@ -325,18 +325,23 @@ TYPES = {re.sub(r"\[.*", ".type", key) for key, *_ in keys(RunConfig) if "[" in 
 SECTIONS = {key.partition(".")[0] for key in KEYS}
 
 
+FREE = re.compile(
+    r"(reward\.(function|options)|rollout\.environment\.options|placement|model\.(chat_template_kwargs|args)"
+    r"|\w+\.engine\.args|pools\.\w+\.runtime_env|algorithm\.\w+\.options)\."
+)
+"""Sections whose keys the user, or another program, chooses."""
+
+
 def is_key(key: str) -> bool:
     """Whether a key exists: a key or a section of the config, or a name that the user chooses within one."""
     within = [*KEYS, *TYPES]
     named = re.sub(r"^pools\.\w+", "pools", key)
-    return any(known == named or known.startswith(f"{named}.") for known in within) or named.startswith(
-        ("reward.options.", "placement.", "model.chat_template_kwargs.")
-    )
+    return FREE.match(key) is not None or any(known == named or known.startswith(f"{named}.") for known in within)
 
 
 def keys_of(tree: Any, prefix: str = "") -> Iterator[str]:
     """The dotted keys of nested sections."""
-    if isinstance(tree, dict) and prefix not in ("reward.function.", "reward.options.", "rollout.environment.options."):
+    if isinstance(tree, dict) and FREE.match(prefix) is None:
         for name, value in tree.items():
             yield f"{prefix}{name}"
             yield from keys_of(value, f"{prefix}{name}.")
