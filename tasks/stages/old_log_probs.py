@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ratchet.infra.workers.calls import Context, ShardOutput, ShardSummary
-from ratchet.rlhf.algorithms import Advantage
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.user_algorithms import AnyAdvantage
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.tasks.stage import RowsStage
@@ -13,7 +13,7 @@ from ratchet.tasks.stage import RowsStage
 
 class OldLogProbsConfig(StageConfig):
     # operational: it only decides whether there is one more column
-    advantage: Advantage = key("algorithm.advantage", operational=True)
+    advantage: AnyAdvantage = key("algorithm.advantage", operational=True)
     dtype: str = key("model.dtype")
     temperature: float = key("rollout.temperature")
     micro_batch_tokens: int = key("actor.micro_batch_tokens", operational=True)
