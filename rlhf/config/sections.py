@@ -222,6 +222,9 @@ class DrawingConfig(Section):
         description="prompt files (Parquet, Arrow, JSON or CSV, any fsspec URL), local folders of datasets "
         "(folder:split), or datasets of the hub (owner/name@revision:config/split), in order",
     )
+    shuffle: bool = Field(
+        True, description="each epoch in another random order (verl); false: rows in the order of the files"
+    )
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
         None,
         description="weights of data.train's files in the mixture, to a thousandth; null: every prompt counts the same",

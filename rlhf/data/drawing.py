@@ -17,17 +17,27 @@ Drawn = tuple[int, int]
 """Number of a file, and a row in it."""
 
 
-def draw(seed: int, sizes: Sequence[int], weights: Sequence[float] | None, cursor: int, count: int) -> list[Drawn]:
+def draw(
+    seed: int,
+    sizes: Sequence[int],
+    weights: Sequence[float] | None,
+    cursor: int,
+    count: int,
+    *,
+    shuffle: bool = True,
+) -> list[Drawn]:
     """Draws rows from an endless sequence of epochs of each file, each a different permutation of its rows.
 
     Args:
+        shuffle: False: each epoch has the rows in the order of the file. A mixture still alternates at random.
         sizes: number of rows of each file.
         weights: weight of each file in the mixture; None: the files are read as if they were one.
         cursor: number of rows drawn before.
     """
+    epochs = seeding.epochs if shuffle else _in_order
     if weights is None:
         ends = np.cumsum(sizes)
-        rows = np.array(seeding.epochs(seed, "data", int(ends[-1]), cursor, count), dtype=np.int64)
+        rows = np.array(epochs(seed, "data", int(ends[-1]), cursor, count), dtype=np.int64)
         files = np.searchsorted(ends, rows, side="right")
         return list(zip(files.tolist(), (rows - (ends - sizes)[files]).tolist(), strict=True))
     counts = shares(weights)
@@ -40,10 +50,15 @@ def draw(seed: int, sizes: Sequence[int], weights: Sequence[float] | None, curso
     before += np.bincount(order[:start], minlength=len(sizes))
     chosen = order[start : start + count]
     queues = [
-        iter(seeding.epochs(seed, f"data {file}", size, int(before[file]), chosen.count(file)))
+        iter(epochs(seed, f"data {file}", size, int(before[file]), chosen.count(file)))
         for file, size in enumerate(sizes)
     ]
     return [(file, next(queues[file])) for file in chosen]
+
+
+def _in_order(seed: int, name: str, size: int, first: int, count: int) -> list[int]:
+    """Stands for `seeding.epochs`, without a permutation."""
+    return [position % size for position in range(first, first + count)]
 
 
 def shares(weights: Sequence[float]) -> list[int]:

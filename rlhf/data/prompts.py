@@ -203,6 +203,8 @@ class PromptDataset:
         count: int,
         weights: Sequence[float] | None = None,
         chance: Callable[[int], float] | None = None,
+        *,
+        shuffle: bool = True,
     ) -> list[int]:
         """Draws prompts from an endless sequence of epochs, each shuffled differently; returns their indices.
 
@@ -211,10 +213,11 @@ class PromptDataset:
             weights: weight of each path in the mixture; None: every prompt counts the same.
             chance: the probability with which a prompt is accepted, by its `row`; otherwise others of its file are
                 tried. None: always.
+            shuffle: False: epochs in the order of the files.
         """
         sizes = self._sizes
         starts = list(accumulate(sizes, initial=0))
-        drawn = drawing.draw(seed, sizes, weights, cursor, count)
+        drawn = drawing.draw(seed, sizes, weights, cursor, count, shuffle=shuffle)
         if chance is not None:
             chances = partial(_chance, chance, self, starts)
             drawn = [

@@ -158,6 +158,7 @@ def draws(driver: Driver, iteration: int, shard: int, config: GenerateConfig, cu
         len(numbers),
         config.drawing.weights,
         lambda row: weight if rates.get(row) in (0.0, 1.0) else 1.0,
+        shuffle=config.drawing.shuffle,
     )
     return tuple(drawn)
 
@@ -186,7 +187,8 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
     numbers = _numbers(config, context.shard)
     drawn: Sequence[int] | None = context.call.drawn
     if drawn is None:
-        drawn = dataset.draw(config.seed, context.call.cursor + numbers.start, len(numbers), config.drawing.weights)
+        first, source = context.call.cursor + numbers.start, config.drawing
+        drawn = dataset.draw(config.seed, first, len(numbers), source.weights, shuffle=source.shuffle)
     drawing = config.sampling
     sampling = Sampling.of(
         drawing,

@@ -235,6 +235,24 @@ def test_verls_units_and_combinations(tmp_path: Path) -> None:
     assert config.reward.function == "my.py:compute_score"
 
 
+@pytest.mark.parametrize(("loss_type", "loss", "has_weights"), [("reinforce", "gpg", True), ("ppo_clip", "ppo", False)])
+def test_a_bypass_has_the_loss_that_verl_computes(tmp_path: Path, loss_type: str, loss: str, has_weights: bool) -> None:
+    """With ppo_clip, verl reads no weights: the ratio is that to the rollout already."""
+    prefix = "algorithm.rollout_correction"
+    changes = [
+        f"{prefix}.bypass_mode=True",
+        f"{prefix}.loss_type={loss_type}",
+        f"{prefix}.rollout_is=token",
+        "data.shuffle=False",
+    ]
+    config = convert(script(tmp_path, *QUICKSTART), "verl", changes).config()
+    correction = config.algorithm.rollout_correction
+    assert correction is not None
+    assert (config.bypass, config.algorithm.loss.type) == (True, loss)
+    assert (correction.weights is not None) == has_weights
+    assert not config.data.shuffle
+
+
 def test_a_config_of_verl_may_be_yaml_with_references(tmp_path: Path) -> None:
     path = tmp_path / "verl.yaml"
     path.write_text(
@@ -509,8 +527,7 @@ IMAGES = "models see text only here"
         (f"{MEGATRON}.override_transformer_config.moe_aux_loss_coeff=0.01", "has no load-balancing loss"),
         ("data.image_key=images", IMAGES),
         ("data.train_files=$HOME/data/geo3k/train.parquet", IMAGES),
-        ("data.shuffle=False", "prompts are always shuffled, from run.seed: set true"),
-        ("algorithm.adv_estimator=optimal_token_baseline", "choose one of gae, grpo"),
+        ("algorithm.adv_estimator=mine", "choose one of gae, grpo"),
         ("actor_rollout_ref.model.mtp.enable_train=True", "are not trained: set false"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "set rollout.tools or rollout.environment"),
         ("actor_rollout_ref.actor.optim.optimizer=Muon", "the optimizer is AdamW: remove it"),

@@ -53,6 +53,17 @@ def test_a_mixture_is_windows_of_one_sequence(seed: int, cursor: int, counts: li
         start += count
 
 
+@pytest.mark.parametrize("weights", [None, (2.0, 1.0)])
+def test_without_shuffling_each_file_is_read_in_its_order(weights: tuple[float, ...] | None) -> None:
+    drawn = drawing.draw(0, (5, 3), weights, 0, 40, shuffle=False)
+    for file, size in enumerate((5, 3)):
+        rows = [row for number, row in drawn if number == file]
+        assert rows == [position % size for position in range(len(rows))]
+    assert drawing.draw(0, (5, 3), weights, 7, 20, shuffle=False) == drawn[7:27], "windows of one sequence"
+    if weights is None:
+        assert drawn[:8] == [*((0, row) for row in range(5)), *((1, row) for row in range(3))]
+
+
 def test_a_mixture_has_its_shares_and_reads_each_file_in_epochs() -> None:
     drawn = drawing.draw(0, [7, 400, 10], [6.0, 3.0, 1.0], 0, 3000)
     for block in range(0, 3000, drawing.BLOCK):

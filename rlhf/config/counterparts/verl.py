@@ -41,6 +41,8 @@ ESTIMATORS: dict[str, Value] = {
     **{name: name for name in (*_SAME, "gpg", "gdpo")},
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
 }
 _SAME_LOSSES = ("gspo", "gpg", "cispo", "geo_mean", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "dro")
 LOSSES = {"vanilla": "ppo", **{name: name for name in _SAME_LOSSES}}
@@ -104,9 +106,23 @@ def _distillation(settings: Settings) -> Converted:
     return converted
 
 
+def _is_reinforce(settings: Settings) -> bool:
+    """Returns True if the loss has no ratio, only weights against the rollout."""
+    prefix = "algorithm.rollout_correction"
+    return settings.flag(f"{prefix}.bypass_mode") and settings[f"{prefix}.loss_type"] == "reinforce"
+
+
+def _reinforce(settings: Settings) -> Converted:
+    if not _is_reinforce(settings):
+        raise NoEqual("the loss has a ratio, as algorithm.loss ppo")
+    return {"algorithm.loss.type": "gpg"}
+
+
 def _loss(settings: Settings) -> str:
     if _distills_alone(settings):
         return "ppo"
+    if _is_reinforce(settings):
+        return "gpg"
     return LOSSES.get(str(settings[f"{ACTOR}.policy_loss.loss_mode"]), "ppo")
 
 
@@ -169,14 +185,16 @@ def _kl_in_reward(settings: Settings) -> Converted:
 def _correction(settings: Settings) -> Converted:
     prefix = "algorithm.rollout_correction"
     converted: dict[str, Value | Assumed] = {}
-    if settings.flag(f"{prefix}.bypass_mode"):
-        if settings[f"{prefix}.loss_type"] != "ppo_clip":
+    bypass = settings.flag(f"{prefix}.bypass_mode")
+    if bypass:
+        if settings[f"{prefix}.loss_type"] not in ("ppo_clip", "reinforce"):
             raise UserError(
-                f"{prefix}.loss_type is {settings[f'{prefix}.loss_type']}: with bypass_mode the loss is "
-                "algorithm.loss; set ppo_clip, or bypass_mode=false"
+                f"{prefix}.loss_type is {settings[f'{prefix}.loss_type']}: set ppo_clip, reinforce, or "
+                "bypass_mode=false"
             )
         converted[f"{prefix}.bypass"] = True
-    if settings.has(f"{prefix}.rollout_is"):
+    # with ppo_clip, whose ratio is that to the rollout, verl reads no weights
+    if settings.has(f"{prefix}.rollout_is") and (not bypass or _is_reinforce(settings)):
         bounds = _bounds(str(settings[f"{prefix}.rollout_is_threshold"]), f"{prefix}.rollout_is_threshold")
         converted[f"{prefix}.weights.level"] = settings.text(f"{prefix}.rollout_is")
         converted |= {f"{prefix}.weights.{side}": bound for side, bound in bounds.items()}
@@ -786,7 +804,7 @@ _REFUSED = (
     ),
     refused(("data.image_patch_size", "data.mm_processor_kwargs.*"), f"it is for images: {TEXT_ONLY}"),
     refused(f"{ACTOR}.freeze_vision_tower", f"it is for images: {TEXT_ONLY}"),
-    refused("data.shuffle", "prompts are always shuffled, from run.seed: set true, or remove it", unless=(True,)),
+    direct("data.shuffle", "data.shuffle"),
     refused("data.prompt_key", "the column is prompt: rename it", unless=("prompt",)),
     refused("data.reward_fn_key", "the column is data_source: rename it", unless=("data_source",)),
     refused(
@@ -867,7 +885,7 @@ _REFUSED = (
         "critic.model.lora_rank", "the critic's adapters are critic.model.lora: set it, and remove this", unless=(0,)
     ),
     refused(f"{ACTOR}.loss_scale_factor", "seq-mean-token-sum-norm divides by rollout.max_response_tokens: remove it"),
-    refused(f"{ACTOR}.calculate_sum_pi_squared", "no advantage reads it: set false"),
+    without_equal(f"{ACTOR}.calculate_sum_pi_squared", "computed where algorithm.advantage needs it"),
     refused(
         "reward.reward_manager.name",
         "rewards are functions of single responses, or of all to a prompt (docs/rewards.md): set naive",
@@ -1204,6 +1222,12 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         "algorithm.gdpo_reward_weights",
         "algorithm.advantage.weights",
         _advantage_option("algorithm.gdpo_reward_weights", "weights", "gdpo"),
+    ),
+    computed(
+        "algorithm.rollout_correction.loss_type",
+        "algorithm.loss.type",
+        _reinforce,
+        "in bypass_mode, `reinforce` is `gpg`",
     ),
     direct(
         f"{ACTOR}.policy_loss.loss_mode", "algorithm.loss.type", "the same names; `vanilla` is `ppo`", values={**LOSSES}
