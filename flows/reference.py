@@ -56,7 +56,7 @@ tables, and errors about unknown keys quote them:
 $ ratchet convert run_qwen3_8b_fsdp.sh -o run.yaml
 run.yaml: 33 keys; 9 settings have no counterpart: the comments at its end say why
 $ ratchet convert trl.yaml --from trl --num_processes 8 -o run.yaml
-$ ratchet convert train_ppo_ray.sh --from openrlhf -o run.yaml
+$ ratchet convert train_dapo_ray.sh --from openrlhf -o run.yaml
 $ ratchet convert rl.toml --from prime-rl -o run.yaml
 ```
 
@@ -68,10 +68,10 @@ out.
 A setting that would change what is learned or measured, and has no counterpart, is an error that names it and says what
 to do; so is a setting that the tables do not know. All are named at once. Settings that change only memory, speed,
 rounding, seeds or the order within a batch, and have no counterpart, are comments, as is all that was assumed. The first
-kind may follow the file with another value, or be removed there (`~data.shuffle`, as in Hydra, for verl).
+kind may follow the file with another value, or be removed there (`~data.image_key`, as in Hydra, for verl).
 
-The number of iterations is computed from epochs if the data files can be read. Otherwise `train.epochs` is set; with dynamic sampling, which does not go by epochs, the
-config has no length, and is refused until you set `train.iterations`.
+The number of iterations is computed from epochs if the data files can be read. Otherwise `train.epochs` is set. With
+dynamic sampling, which does not go by epochs, the config is refused until you set `train.iterations`.
 
 Sizes are converted to these units: `data.prompts_per_iteration` counts prompts, `actor.mini_batch_trajectories`
 trajectories, and `actor.micro_batch_tokens` tokens; all but the last are totals over all processes.
@@ -321,10 +321,9 @@ pd.read_parquet("runs/countdown/trajectories/score")
 duckdb.sql("from read_parquet('runs/countdown/trajectories/score/*/*.parquet', hive_types={'iteration': int})")
 pl.read_parquet("runs/countdown/trajectories/score")
 load_dataset("parquet", data_dir="runs/countdown/trajectories/score", split="train")  # of datasets
-spark.read.parquet("runs/countdown/trajectories/score")
 ```
 
-Read a stage's folder, never `trajectories` as a whole: its stages have other columns. datasets, polars, DuckDB and Spark
+Spark reads the same folder with `spark.read.parquet`. Read a stage's folder, never `trajectories` as a whole: its stages have other columns. datasets, polars, DuckDB and Spark
 refuse it, but pandas puts the rows of all stages below each other. `run.trajectories()` joins the stages, and
 `ratchet push RUN REPO --trajectories` makes a joined dataset. Each file says in its metadata where it comes from, under
 the key `ratchet`: `{"run": "countdown", "stage": "score", "iteration": 7, "schema_version": 1}`

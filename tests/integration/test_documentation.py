@@ -429,7 +429,8 @@ class Checkout:
             ("data/preferences/test.parquet", "pairs.parquet"),
             ("data/preferences/test.parquet", "held-out.parquet"),
             (scripts / "verl_ppo_gsm8k_math.sh", "run_qwen3_8b_fsdp.sh"),
-            (scripts / "openrlhf_ppo.sh", "train_ppo_ray.sh"),
+            (scripts / "openrlhf_dapo.sh", "train_dapo_ray.sh"),
+            (scripts / "prime_rl.toml", "rl.toml"),
             ("examples/countdown.yaml", "run.yaml"),
             ("examples/countdown.yaml", "c.yaml"),
         ):

@@ -599,41 +599,7 @@ def test_another_training_is_refused(tmp_path: Path, start: str, program: str, s
     assert says in str(refused.value)
 
 
-PRIME_RL = """
-max_steps = 50
-seq_len = 4096
-[model]
-name = "some/model"
-[monitors.wandb]
-project = "words"
-[deployment]
-num_train_gpus = 2
-num_infer_gpus = 6
-[orchestrator]
-batch_size = 256
-group_size = 16
-max_off_policy_steps = 4
-[orchestrator.renderer]
-name = "default"
-[orchestrator.train.sampling]
-max_completion_tokens = 1024
-[[orchestrator.train.source]]
-name = "words"
-[orchestrator.train.source.env.taskset]
-id = "words"
-min_turns = 3
-[orchestrator.train.source.env.agent.harness]
-id = "null"
-[orchestrator.train.source.env.agent.runtime]
-type = "subprocess"
-[orchestrator.train.source.curriculum.gates.even]
-type = "advantage_range"
-[trainer.optim]
-lr = 3e-6
-[trainer.model.compile]
-[inference.vllm]
-tensor_parallel_size = 2
-"""
+PRIME_RL = (SCRIPTS / "prime_rl.toml").read_text()
 
 
 def test_prime_rls_toml_is_converted(tmp_path: Path) -> None:
