@@ -648,7 +648,7 @@ def test_prime_rls_toml_is_converted(tmp_path: Path) -> None:
         ),
         (("max_steps", "max_stpes"), "max_stpes=50 is not a known setting of prime-rl: is it max_steps?"),
         (("[orchestrator", "[trainer.a"), "has no section orchestrator, so it starts no reinforcement learning"),
-        (("max_steps = 50", "max_steps ="), "is not valid TOML: Invalid value (at line 2, column 12)"),
+        (("max_steps = 50", "max_steps ="), "is not valid TOML: Invalid value (at line 1, column 12)"),
     ],
 )
 def test_prime_rls_settings_are_refused_by_name(tmp_path: Path, change: tuple[str, str], says: str) -> None:
