@@ -8,7 +8,7 @@ from ratchet.infra.progress import note
 from ratchet.infra.runs.run import Run
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.named import load_named
+from ratchet.rlhf.named import load_named, raised
 
 KEY = "run.callbacks"
 
@@ -69,7 +69,7 @@ class Callbacks:
         try:
             call(run, iteration, dict(metrics))
         except Exception as error:  # a user's code may raise anything
-            message = f"{KEY} {name} raised {type(error).__name__} after iteration {iteration}: {error}"
+            message = f"{KEY} {name} {raised(error, call)}, after iteration {iteration}"
             if self._fails:
                 raise UserError(message) from error
             note(message)
@@ -79,6 +79,8 @@ def _made(name: str) -> Callback:
     kind = load_named(name, KEY, "", ("Callback",), ())
     if not (isinstance(kind, type) and issubclass(kind, Callback)):
         raise UserError(f"{KEY} {name} is no subclass of ratchet.Callback: derive it")
+    if unknown := [event for event in dir(kind) if event.startswith("on_") and not hasattr(Callback, event)]:
+        raise UserError(f"{KEY} {name} has {unknown[0]}, which is never called: define on_iteration or on_validation")
     try:
         return kind()
     except Exception as error:

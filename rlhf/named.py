@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -69,6 +70,19 @@ def source_of(target: Any, key: str, name: str) -> str:
         raise UserError(
             f"{key} {name} has no Python source, so changes to it would go unnoticed: wrap it in a Python function"
         ) from None
+
+
+def line_of(error: Exception, owner: Any) -> str | None:
+    """Returns the last line of the owner's file that an exception passed through, as file:line; None: it has none."""
+    file = inspect.getsourcefile(owner)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}:{lines[-1]}" if lines else None
+
+
+def raised(error: Exception, owner: Any) -> str:
+    """Says in one line what the user's code raised, and where."""
+    line = line_of(error, owner)
+    return f"raised {type(error).__name__}: {' '.join(str(error).split())}" + (f" ({line})" if line else "")
 
 
 class _FromSource(SourceFileLoader):

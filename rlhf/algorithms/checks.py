@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -28,6 +28,18 @@ COLUMNS = (
     "values",
     "token_rewards",
 )
+LOSS_NEEDS = ("old_log_probs", "selection_noise")
+ADVANTAGE_NEEDS = (
+    "values",
+    "group_ids",
+    "entropy",
+    "greedy_scores",
+    "old_log_probs",
+    "sum_pi_squared",
+    "reward_parts",
+    "turns",
+    "states",
+)
 GARBAGE = (0.0, -3.5, 1e30, -1e30)
 """Values at masked positions, where no algorithm should look."""
 TOLERANCE = 1e-9
@@ -38,7 +50,8 @@ def check_loss(loss: PolicyLossBase, examples: int = 50) -> None:
     """Checks a policy loss on random mini-batches.
 
     The loss and its gradient are finite, also where log-ratios are extreme. Masked positions and padding have no
-    influence. Rows may come in any order, and the losses of micro-batches add up to the loss of the mini-batch.
+    influence, nor have old log-probs that the loss does not need. Rows may come in any order, and the losses of
+    micro-batches add up to the loss of the mini-batch.
 
     Args:
         loss: an instance of the class.
@@ -47,9 +60,13 @@ def check_loss(loss: PolicyLossBase, examples: int = 50) -> None:
     Raises:
         UserError: the first thing that does not hold, and how to fix it.
     """
+    _require_known(loss.needs, LOSS_NEEDS)
     for batch, rng in _batches(examples):
         mask = batch["mask"]
-        token_losses, metrics = loss.token_losses(batch["log_probs"], batch["old_log_probs"], batch["advantages"], mask)
+        result: object = loss.token_losses(batch["log_probs"], batch["old_log_probs"], batch["advantages"], mask)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+            raise UserError("token_losses should return the losses and a dict of metrics, which may be empty")
+        token_losses, metrics = result
         for name, tensor in (("loss", token_losses), *metrics.items()):
             _require_shape(f"token_losses returned the {name}", tensor, mask.shape)
         chosen = _selected(loss, batch)
@@ -71,6 +88,13 @@ def check_loss(loss: PolicyLossBase, examples: int = 50) -> None:
             (value, gradient[:, : mask.shape[1]]),
             whole,
         )
+        if "old_log_probs" not in loss.needs:
+            other = _loss_and_gradient(loss, chosen | {"old_log_probs": chosen["old_log_probs"] + 1}, mask)
+            _require_same(
+                "old_log_probs change the loss, but are not among its needs, so none would be computed: add them",
+                other,
+                whole,
+            )
         order = rng.permutation(len(mask))
         split = rng.integers(0, len(mask) + 1)
         pieces = [_loss_and_gradient(loss, rows(chosen, piece), mask) for piece in (order[:split], order[split:])]
@@ -99,12 +123,6 @@ def check_advantage(estimator: AdvantageEstimator, examples: int = 50) -> None:
 
     def estimate(batch: Batch) -> torch.Tensor:
         inputs = batch | {"reward_parts": {"part": batch["part"]}}
-        unknown = [name for name in estimator.needs if name not in inputs]
-        if unknown:
-            raise UserError(
-                f"needs names {unknown[0]}, which no stage computes: choose among values, group_ids, entropy, "
-                "greedy_scores, old_log_probs, sum_pi_squared, reward_parts, turns and states"
-            )
         results = estimator(batch["token_rewards"], batch["mask"], **{name: inputs[name] for name in estimator.needs})
         if not isinstance(results, tuple) or len(results) != 2:
             raise UserError("the estimator should return two tensors, advantages and returns")
@@ -112,6 +130,7 @@ def check_advantage(estimator: AdvantageEstimator, examples: int = 50) -> None:
             _require_shape(f"the estimator returned {name}", result, batch["mask"].shape)
         return torch.stack(results)
 
+    _require_known(estimator.needs, ADVANTAGE_NEEDS)
     for batch, rng in _batches(examples):
         mask = batch["mask"]
         estimates = estimate(batch)
@@ -204,6 +223,13 @@ def _loss_and_gradient(
         raise UserError("the loss does not depend on log_probs: it has no gradient")
     (gradient,) = torch.autograd.grad(value, log_probs)
     return value.detach(), gradient
+
+
+def _require_known(needs: object, known: tuple[str, ...]) -> None:
+    if not isinstance(needs, tuple | list):
+        raise UserError(f"needs is {needs!r}: make it a tuple of names, such as ({known[0]!r},)")
+    if unknown := [name for name in needs if name not in known]:
+        raise UserError(f"needs names {unknown[0]}, which it cannot be given: choose among {', '.join(known)}")
 
 
 def _require_shape(what: str, tensor: object, shape: torch.Size) -> None:

@@ -123,8 +123,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, 
         common = keys(shared, "") if shared is not None else []
         rows += [(f"{key}.{name}", *rest) for name, *rest in common]  # type: ignore[misc]
         for option in options:
-            tag = option.model_fields.get("type")
-            shown = f"{key}[{tag.get_default()}]." if tag is not None else f"{key}."
+            shown = f"{key}[{_tag(option)}]." if "type" in option.model_fields else f"{key}."
             rows += [(shown + row[0], *row[1:]) for row in keys(option) if row[0] != "type" and row not in common]
     return rows
 
@@ -290,6 +289,12 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     return models
 
 
+def _tag(choice: type[BaseModel]) -> str:
+    """Returns the `type` of a choice; what the user's own classes are called if it has no value."""
+    tag = choice.model_fields["type"]
+    return "package.module:Class" if tag.is_required() else str(tag.get_default())
+
+
 def _type_name(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation in (Any, JsonValue):
@@ -306,6 +311,5 @@ def _type_name(annotation: Any) -> str:
         names = [_type_name(arg) for arg in args if isinstance(arg, type) or get_origin(arg) is not None or arg is Any]
         return (", or " if any(" of " in name for name in names) else " or ").join(names)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        tag = annotation.model_fields.get("type")
-        return str(tag.get_default()) if tag is not None else "section"
+        return _tag(annotation) if "type" in annotation.model_fields else "section"
     return str(getattr(annotation, "__name__", annotation))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from inspect import getsourcefile
 from typing import Annotated, Any, ClassVar, overload
 
 from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, ValidationInfo, model_validator
@@ -15,7 +13,7 @@ from ratchet.rlhf.algorithms.advantages import AdvantageEstimator
 from ratchet.rlhf.algorithms.base import Algorithm, Options
 from ratchet.rlhf.algorithms.policy_losses import PolicyLossBase
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.named import load_named, source_of
+from ratchet.rlhf.named import line_of, load_named, raised, source_of
 
 NAMES = "package.module:Class or file.py:Class"
 
@@ -43,11 +41,14 @@ class UserAlgorithm(Options):
             raise ValueError(f"{', '.join(extra)}: values of the class's fields belong in {cls.key}.options")
         if info.context is not None:
             raise ValueError("needs is missing from a stored config, which must not import code")
+        name = str(tree["type"])
         try:
-            algorithm = _load(cls, str(tree["type"]), tree.get("options") or {})
+            algorithm = _load(cls, name, tree.get("options") or {})
+            return {**tree, **cls.facts(algorithm)}
         except UserError as error:
             raise ValueError(str(error)) from None
-        return {**tree, **cls.facts(algorithm)}
+        except Exception as error:  # the user's class may raise anything, also when its fields are read
+            raise ValueError(f"{cls.key} {name} {raised(error, _named(cls, name))}") from None
 
     @classmethod
     def facts(cls, algorithm: Any) -> dict[str, object]:
@@ -70,11 +71,13 @@ class UserAlgorithm(Options):
             )
         _ = self.source  # an error if there is none
         try:
-            with blamed(self.key, self.type, _named(type(self), self.type)):
-                check(algorithm, examples=12)
+            check(algorithm, examples=12)
         except UserError as error:
             text = str(error)
             raise UserError(text if text.startswith(self.key) else f"{self.key} {self.type}: {text}") from None
+        except Exception as error:  # also if its functions take or return something else than they should
+            owner = _named(type(self), self.type)
+            raise UserError(f"{self.key} {self.type} {raised(error, owner)}") from error
 
 
 class UserLoss(UserAlgorithm):
@@ -151,12 +154,9 @@ def blamed(key: str, name: str, owner: type) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        file = getsourcefile(owner)
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        if not lines:
+        if line_of(error, owner) is None:
             raise
-        text = " ".join(str(error).split())
-        raise UserError(f"{key} {name} raised {type(error).__name__}: {text} ({file}:{lines[-1]})") from error
+        raise UserError(f"{key} {name} {raised(error, owner)}") from error
 
 
 def _named(kind: type[UserAlgorithm], name: str) -> AlgorithmClass:
@@ -180,5 +180,6 @@ def _load(kind: type[UserAlgorithm], name: str, options: Mapping[str, JsonValue]
     try:
         return Guarded.model_validate(options)
     except ValidationError as error:
-        problems = [f"{kind.key}.options.{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors()]
-        raise UserError("\n".join(problems)) from None
+        problems = [f"{'.'.join((kind.key, 'options', *map(str, p['loc'])))}: {p['msg']}" for p in error.errors()]
+        fields = f"; {name} has {', '.join(found.model_fields)}"
+        raise UserError("\n".join(problems) + fields) from None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ratchet.flows.callbacks import Callbacks
 from ratchet.infra.runs.run import open_run
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
@@ -98,9 +99,9 @@ def test_a_run_with_the_users_loss_advantage_stage_and_callback(
     assert killed.wait() == -signal.SIGKILL, killed.text
     resumed = processes.cli("resume", "own", "--store", config.run.store)
     assert resumed.wait() == 0, resumed.text
-    assert f"{code}/callback.py:Writes raised RuntimeError after iteration 1: the chat is down" in " ".join(
-        resumed.text.split()
-    )
+    line = CALLBACK.splitlines().index('            raise RuntimeError("the chat is down")') + 1
+    raised = f"raised RuntimeError: the chat is down ({code}/callback.py:{line}), after iteration 1"
+    assert f"{code}/callback.py:Writes {raised}" in " ".join(resumed.text.split())
     called = [json.loads(line) for line in (code / "called.jsonl").read_text().splitlines()]
     assert [(row["event"], row["iteration"]) for row in called] == [
         ("iteration", 0),
@@ -194,6 +195,23 @@ def test_a_stage_that_does_not_fit(code: Path, change: tuple[str, str], message:
         load_stage(f"{code}/budget.py:BUDGET", STAGES)
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("class Mine: ...", "is no subclass of ratchet.Callback: derive it"),
+        (
+            "class Mine(Callback):\n    def __init__(self, url): ...",
+            "cannot be made without arguments: TypeError: .*'url'",
+        ),
+        ("class Mine(Callback):\n    def on_iteraton(self, *args): ...", "has on_iteraton, which is never called"),
+    ],
+)
+def test_a_callback_that_cannot_be_called(tmp_path: Path, workspace: Path, code: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(f"from ratchet import Callback\n{code}\n")
+    with pytest.raises(UserError, match=f"run.callbacks .*mine.py:Mine {message}"):
+        Callbacks(tiny.config(workspace, run__callbacks=f"{tmp_path / 'mine.py'}:Mine"))
+
+
 def test_a_callback_may_end_the_run(workspace: Path, processes: Processes, code: Path) -> None:
     config = run_config(
         *(workspace, processes, code),
@@ -204,5 +222,5 @@ def test_a_callback_may_end_the_run(workspace: Path, processes: Processes, code:
     )
     failed = train(processes, config)
     assert failed.wait() == 2, failed.text
-    assert "raised RuntimeError after iteration 1: the chat is down" in " ".join(failed.text.split())
+    assert "raised RuntimeError: the chat is down" in " ".join(failed.text.split())
     assert open_run(f"{config.run.store}/own").state.iteration == 2, "what it was called for is committed"

@@ -33,6 +33,21 @@ class Clamped(TokenLoss):
             raise KeyError("no such limit")
         return -ratio.clamp(max=1 + self.limit) * advantages, {"ratio": ratio}
 
+class Abstract(TokenLoss):
+    pass
+
+class Short(TokenLoss):
+    def token_losses(self, log_probs, old_log_probs, advantages):
+        return -log_probs * advantages, {}
+
+class Forgets(AdvantageEstimator):
+    def __call__(self, token_rewards, mask, values):
+        return token_rewards * mask, token_rewards * mask
+
+class Stops(Clamped):
+    def __init__(self, **options):
+        raise KeyError("no model")
+
 class Centred(AdvantageEstimator):
     needs: ClassVar[tuple[str, ...]] = ("group_ids", "values")
 
@@ -94,6 +109,11 @@ def test_facts_of_another_version_of_the_class_are_noticed(code: Path) -> None:
         ("CODE:Missing", "has no Missing: name a function or a class"),
         ("CODE:function", "is no subclass of ratchet.rlhf.algorithms.policy_losses.PolicyLossBase"),
         ({"type": "CODE:Clamped", "options": {"limit": "x", "other": 1}}, "options.limit: .*\n.*options.other: "),
+        ({"type": "CODE:Clamped", "options": {"limt": 1}}, "options.limt: .*CODE:Clamped has aggregate, limit"),
+        ({"type": "CODE:Clamped", "options": [1]}, "options: Input should be a valid dictionary"),
+        ("CODE:Abstract", "CODE:Abstract raised TypeError: .* abstract method token_losses"),
+        ("CODE:Stops", r"CODE:Stops raised KeyError: 'no model' \(CODE:\d+\)"),
+        ({"type": "ppo", "options": {"limit": 1}}, "options is no option of ppo, but of package.module:Class"),
         ({"type": "CODE:Clamped", "limit": 1}, "limit: values of the class's fields belong in algorithm.loss.options"),
         ("unknown", "input should be one of 'ppo', .*, or package.module:Class or file.py:Class"),
     ],
@@ -103,8 +123,22 @@ def test_mistakes_in_the_config(code: Path, loss: Any, message: str) -> None:
         loss["type"] = loss["type"].replace("CODE", str(code))
     else:
         loss = loss.replace("CODE", str(code))
-    with pytest.raises(UserError, match=f"(?s)^run.yaml: algorithm.loss.*{message}"):
+    with pytest.raises(UserError, match=f"(?s)^run.yaml: algorithm.loss.*{message.replace('CODE', str(code))}"):
         config(loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"loss": "CODE:Short"}, r"algorithm.loss CODE:Short raised TypeError: .*takes 4 positional arguments"),
+        ({"advantage": "CODE:Forgets"}, "algorithm.advantage CODE:Forgets raised TypeError: .*argument: 'values'"),
+    ],
+)
+def test_arguments_that_do_not_fit(code: Path, chosen: dict[str, str], message: str) -> None:
+    ((key, name),) = chosen.items()
+    algorithm = getattr(config(**{key: name.replace("CODE", str(code))}).algorithm, key)
+    with pytest.raises(UserError, match=message.replace("CODE", str(code))):
+        algorithm.check()
 
 
 def test_an_exception_names_the_line(code: Path) -> None:
@@ -154,9 +188,53 @@ class Constant(TokenLoss):
         return advantages * mask, {}
 
 
+class ForgetsOld(TokenLoss):
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def token_losses(self, log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
+        return -(log_probs - old_log_probs).clamp(-20, 20).exp() * advantages, {}
+
+
+class Misspells(ForgetsOld):
+    needs: ClassVar[tuple[str, ...]] = ("old_logprobs",)
+
+
+class Lone(TokenLoss):
+    def token_losses(self, log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
+        return -log_probs * advantages
+
+
+class Scalar(TokenLoss):
+    def token_losses(self, log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
+        return -log_probs * advantages, {"mean": log_probs.mean()}
+
+
+class MaskedGradient(TokenLoss):
+    @property
+    def how(self) -> Any:
+        return self.aggregate
+
+    def reduced(self, loss: Any, metrics: Any, mask: Any, normalizers: Any, weights: Any) -> Any:
+        return loss.clamp(-1e3, 1e3).sum() / 100, {}
+
+    def token_losses(self, log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
+        return -log_probs.clamp(-9, 9) * 0 * mask - (log_probs - log_probs.detach()), {}
+
+
+class Padded(TokenLoss):
+    def token_losses(self, log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
+        return -log_probs * advantages / mask.shape[1], {}
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
+        (ForgetsOld(), "old_log_probs change the loss, but are not among its needs"),
+        (Misspells(), "needs names old_logprobs, which it cannot be given: choose among old_log_probs"),
+        (Lone(), "should return the losses and a dict of metrics"),
+        (Scalar(), r"returned the mean of shape \(\)"),
+        (MaskedGradient(), "masked tokens get a gradient"),
+        (Padded(), "padding changes the loss"),
         (Unclamped(), "is not finite where log-ratios or advantages are large: clamp"),
         (Sequence(), r"token_losses returned the loss of shape \(\d+,\): it should be a tensor of shape"),
         (Unmasked(), "values at masked tokens change the loss"),
@@ -207,8 +285,16 @@ def test_an_input_that_nothing_computes() -> None:
     class Asks(Estimator):
         needs: ClassVar[tuple[str, ...]] = ("fortune",)
 
-    with pytest.raises(UserError, match="needs names fortune, which no stage computes"):
+    with pytest.raises(UserError, match="needs names fortune, which it cannot be given"):
         check_advantage(Asks(how="order"))
+
+
+def test_needs_is_a_text() -> None:
+    class Text(Estimator):
+        needs: ClassVar[Any] = "values"
+
+    with pytest.raises(UserError, match="needs is 'values': make it a tuple"):
+        check_advantage(Text(how="order"))
 
 
 def test_environments_are_played(tmp_path: Path) -> None:
