@@ -149,7 +149,9 @@ def test_a_stage(
     without_stage = start_ratchet(ROOT, "resume", "mine", *store)
     text, _ = without_stage.communicate(timeout=600)
     assert (without_stage.returncode, text.count("\n")) == (2, 1), text
-    assert "error: the open iteration has a committed stage budget, which tasks/pipeline.py does not list" in text
+    assert (
+        "error: the open iteration has a committed stage budget, which neither run.stages nor this release has" in text
+    )
     copy.says("resume", "mine", *store)
 
     run = open_run(f"file://{folder}")
