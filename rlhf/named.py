@@ -48,7 +48,7 @@ def load_object(name: str, key: str, attributes: Sequence[str], package: str = "
         if not colon:
             attribute_name = next((known for known in attributes if hasattr(module, known)), attribute_name)
         target = getattr(module, attribute_name, None)
-    except Exception as error:  # a user's module may raise anything when it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything when it is imported, and a script ends
         known = f"a built-in ({', '.join(built_in)}), " if built_in else ""
         raise UserError(
             f"{key} {name}: {type(error).__name__}: {error}; name {known}package.module:{attribute_name} or "

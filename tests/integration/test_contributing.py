@@ -16,6 +16,7 @@ import torch
 import yaml
 from transformers import AutoModelForTokenClassification
 
+from ratchet.flows.callbacks import Callbacks
 from ratchet.infra.runs.run import open_run
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.rewards.functions import Reward, Score
@@ -57,6 +58,16 @@ def test_an_advantage_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     advantages, _ = my_advantages.BatchMean()(rewards, torch.ones(2, 2))
     assert advantages.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
     sys.modules.pop("my_advantages")
+
+
+@pytest.mark.promise
+def test_a_callback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_callbacks.py").write_text(example("A callback"))
+    config = tiny.config(tmp_path, run__callbacks=f"{tmp_path}/my_callbacks.py:Alert")
+    run = open_run(f"file://{ROOT}/tests/data/stored/run")
+    for clipped in (0.75, 0.25):
+        Callbacks(config).on_iteration(run, 0, {"response_length/clip_ratio": clipped})
+    assert capsys.readouterr().out == "iteration 0: half of the answers are cut off\n"
 
 
 # A stage and a model, in a copy of Ratchet.

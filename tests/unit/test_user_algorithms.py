@@ -82,6 +82,12 @@ def test_a_config_names_the_users_classes(code: Path) -> None:
     assert config(loss="ppo").algorithm.loss == loaded(config().algorithm.loss) == PPOClip()
 
 
+def test_a_script_that_ends_when_it_is_imported(code: Path) -> None:
+    code.write_text("raise SystemExit('usage: mine.py FILE')")
+    with pytest.raises(UserError, match=r"SystemExit: usage: mine\.py FILE; name "):
+        config(loss=f"{code}:Clamped")
+
+
 def test_a_stored_config_is_read_without_the_code(code: Path) -> None:
     chosen = config(loss=f"{code}:Clamped", advantage=f"{code}:Centred")
     code.write_text("raise SystemExit('imported')")
