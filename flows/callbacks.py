@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
+from ratchet.infra.execution.preflight.mistakes import check_all
 from ratchet.infra.progress import note
 from ratchet.infra.runs.run import Run
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.named import load_named, raised
+from ratchet.tasks.pipeline import all_stages
 
 KEY = "run.callbacks"
 
@@ -73,6 +76,11 @@ class Callbacks:
             if self._fails:
                 raise UserError(message) from error
             note(message)
+
+
+def check_named(config: RunConfig) -> None:
+    """Imports the stages and callbacks that a config names. Raises one UserError for all mistakes."""
+    check_all(partial(all_stages, config), partial(Callbacks, config))
 
 
 def _made(name: str) -> Callback:

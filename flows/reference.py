@@ -65,10 +65,10 @@ does not set have the values of this shell, and further settings may follow the 
 Every line of the config says which setting it comes from. Defaults of the program that differ from ours are written
 out.
 
-A setting that would change what is learned or measured, and has no counterpart, is an error that names it and says what
-to do; so is a setting that the tables do not know. All are named at once. Settings that change only memory, speed,
-rounding, seeds or the order within a batch, and have no counterpart, are comments, as is all that was assumed. The first
-kind may follow the file with another value, or be removed there (`~data.image_key`, as in Hydra, for verl).
+A setting without a counterpart is an error if it would change what is learned or measured, and so is an unknown setting.
+The error names all of them and says what to do. A setting that changes only memory, speed, rounding, seeds or the order
+within a batch becomes a comment, and so does each assumption. To change a refused setting, write it after the file with
+another value; to remove it from a verl script, write `~data.image_key`, as in Hydra.
 
 The number of iterations is computed from epochs if the data files can be read. Otherwise `train.epochs` is set. With
 dynamic sampling, which does not go by epochs, the config is refused until you set `train.iterations`.
@@ -121,8 +121,8 @@ algorithm:
 
 The metrics of a loss are averaged over the tokens and named `actor/ratio`. Before a run starts, Ratchet tries the class on
 small random batches: shapes, finite values and gradients, masks, padding, micro-batches. `ratchet.testing.check_loss` and
-`check_advantage` do the same in your tests. The class's module is among what the stage depends on: if you change it,
-`ratchet plan` names it, and a fork continues from there. `CONTRIBUTING.md` has an estimator and a stage of one's own.
+`check_advantage` do the same in your tests. The stage depends on the source of the class's module: if you change it,
+`ratchet plan` names it, and a fork continues from there. `CONTRIBUTING.md` shows an estimator, a stage and a callback.
 
 Notation: $r_t$ reward of a token, $R$ sum of a trajectory's rewards, $A$ advantage, $\\rho$ ratio of the policy to the
 old one, $\\pi$ probability of a token.

@@ -8,7 +8,8 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -83,6 +84,19 @@ def raised(error: Exception, owner: Any) -> str:
     """Says in one line what the user's code raised, and where."""
     line = line_of(error, owner)
     return f"raised {type(error).__name__}: {' '.join(str(error).split())}" + (f" ({line})" if line else "")
+
+
+@contextmanager
+def blamed(key: str, name: str, owner: Any) -> Iterator[None]:
+    """Turns an exception of the user's code into a UserError that names the line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if line_of(error, owner) is None:
+            raise
+        raise UserError(f"{key} {name} {raised(error, owner)}") from error
 
 
 class _FromSource(SourceFileLoader):

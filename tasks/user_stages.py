@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
-from ratchet.infra.workers.calls import C, S
+from ratchet.infra.workers.calls import C, Context, S, ShardOutput
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.named import load_object, source_of
+from ratchet.rlhf.named import blamed, load_object, source_of
 from ratchet.tasks.stage import RowsStage, Stage
 
 KEY = "run.stages"
@@ -31,8 +32,15 @@ def load_stage(name: str, stages: Sequence[Stage]) -> Stage:
         )
     if mistakes := check_fits(stage, stages):
         raise UserError("\n".join(f"{KEY} {name} {mistake}" for mistake in mistakes))
+    compute = partial(_compute, name, stage.compute)
     source_digest = hashlib.sha256(source_of(stage.compute, KEY, name).encode()).hexdigest()
-    return replace(stage, version=int(source_digest[:12], 16))
+    return replace(stage, compute=compute, version=int(source_digest[:12], 16))
+
+
+def _compute(name: str, compute: Callable[[Context[C]], ShardOutput[S]], context: Context[C]) -> ShardOutput[S]:
+    """Calls the user's function; an exception names its line."""
+    with blamed(KEY, name, compute):
+        return compute(context)
 
 
 def check_fits(stage: RowsStage[C, S], stages: Sequence[Stage]) -> list[str]:

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from rich.console import Console
 
-console = Console(soft_wrap=True, markup=False)
-errors = Console(stderr=True, soft_wrap=True, markup=False)
+console = Console(soft_wrap=True, markup=False, emoji=False)
+errors = Console(stderr=True, soft_wrap=True, markup=False, emoji=False)

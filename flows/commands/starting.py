@@ -16,6 +16,7 @@ from ratchet.rlhf.errors import UserError, counted, reached
 def announce(config: RunConfig, accept_changes: bool) -> None:
     """Checks everything that a start would check, and says what it would do."""
     silence_prefect()
+    from ratchet.flows.callbacks import check_named
     from ratchet.flows.summary import first_prompt, summary
     from ratchet.flows.terminal import progress
     from ratchet.infra.execution.driver import check_start
@@ -23,6 +24,7 @@ def announce(config: RunConfig, accept_changes: bool) -> None:
     from ratchet.infra.execution.preflight.run import say_what_changed
     from ratchet.tasks.fingerprints import check_open_iteration
 
+    check_named(config)
     with progress(console):
         config = with_iterations(config)
         state = check_start(config, take_over=True, accept_changes=accept_changes, check=check_open_iteration)
@@ -34,12 +36,14 @@ def announce(config: RunConfig, accept_changes: bool) -> None:
 def drive_run(config: RunConfig, take_over: bool = False, accept_changes: bool = False) -> None:
     """Starts or continues a run until it has all iterations, and says which commands show it."""
     server = start_server()
+    from ratchet.flows.callbacks import check_named
     from ratchet.flows.terminal import progress
     from ratchet.infra.execution.claims import run_url
     from ratchet.infra.execution.epochs import with_iterations
     from ratchet.infra.execution.stopping import on_signals
     from ratchet.infra.runs.run import open_run
 
+    check_named(config)
     with on_signals(stop_early), progress(console):
         config = with_iterations(config)
     train_to_the_end(config, server, take_over, accept_changes)

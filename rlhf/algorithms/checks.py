@@ -40,6 +40,8 @@ ADVANTAGE_NEEDS = (
     "turns",
     "states",
 )
+RESERVED = {"pg_loss", "entropy_loss", "kl_loss"}
+"""Metrics of the objective around the loss."""
 GARBAGE = (0.0, -3.5, 1e30, -1e30)
 """Values at masked positions, where no algorithm should look."""
 TOLERANCE = 1e-9
@@ -67,6 +69,8 @@ def check_loss(loss: PolicyLossBase, examples: int = 50) -> None:
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
             raise UserError("token_losses should return the losses and a dict of metrics, which may be empty")
         token_losses, metrics = result
+        if taken := sorted(RESERVED & metrics.keys()):
+            raise UserError(f"the metric {taken[0]} is the trainer's own: rename it")
         for name, tensor in (("loss", token_losses), *metrics.items()):
             _require_shape(f"token_losses returned the {name}", tensor, mask.shape)
         chosen = _selected(loss, batch)

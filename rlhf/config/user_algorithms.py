@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, overload
 
 from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, ValidationInfo, model_validator
@@ -13,7 +12,7 @@ from ratchet.rlhf.algorithms.advantages import AdvantageEstimator
 from ratchet.rlhf.algorithms.base import Algorithm, Options
 from ratchet.rlhf.algorithms.policy_losses import PolicyLossBase
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.named import line_of, load_named, raised, source_of
+from ratchet.rlhf.named import blamed, load_named, raised, source_of
 
 NAMES = "package.module:Class or file.py:Class"
 
@@ -60,7 +59,7 @@ class UserAlgorithm(Options):
         """The source of the module that defines the class."""
         return source_of(_named(type(self), self.type), self.key, self.type)
 
-    def _checked(self, check: Any) -> None:
+    def _checked(self, check: Callable[..., None]) -> None:
         algorithm = _load(type(self), self.type, self.options)
         facts = self.facts(algorithm)
         changed = [name for name, value in facts.items() if getattr(self, name) != value]
@@ -86,11 +85,6 @@ class UserLoss(UserAlgorithm):
     key = "algorithm.loss"
     base = PolicyLossBase
 
-    def load(self) -> PolicyLossBase:
-        """Imports the class and makes the loss. Raises UserError if that fails."""
-        loss: PolicyLossBase = _load(type(self), self.type, self.options)
-        return loss
-
     def check(self) -> None:
         """Tries the loss on small random mini-batches; see `check_loss`. Raises UserError."""
         from ratchet.rlhf.algorithms.checks import check_loss  # imports torch
@@ -111,11 +105,6 @@ class UserAdvantage(UserAlgorithm):
     def facts(cls, algorithm: Any) -> dict[str, object]:
         names = ("learns_from_reward", "drop_zero_std_groups")
         return super().facts(algorithm) | {name: getattr(algorithm, name) for name in names}
-
-    def load(self) -> AdvantageEstimator:
-        """Imports the class and makes the estimator. Raises UserError if that fails."""
-        estimator: AdvantageEstimator = _load(type(self), self.type, self.options)
-        return estimator
 
     def check(self) -> None:
         """Tries the estimator on small random batches; see `check_advantage`. Raises UserError."""
@@ -141,22 +130,12 @@ AnyAdvantage = Annotated[
 def loaded(algorithm: PolicyLossBase | UserLoss) -> PolicyLossBase: ...
 @overload
 def loaded(algorithm: AdvantageEstimator | UserAdvantage) -> AdvantageEstimator: ...
-def loaded(algorithm: Algorithm | UserLoss | UserAdvantage) -> Algorithm:
+def loaded(algorithm: Algorithm | UserAlgorithm) -> Algorithm:
     """Returns the algorithm that a config names. Raises UserError if the user's code does not define it."""
-    return algorithm.load() if isinstance(algorithm, UserLoss | UserAdvantage) else algorithm
-
-
-@contextmanager
-def blamed(key: str, name: str, owner: type) -> Iterator[None]:
-    """Turns an exception of the user's code into a UserError that names the line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if line_of(error, owner) is None:
-            raise
-        raise UserError(f"{key} {name} {raised(error, owner)}") from error
+    if not isinstance(algorithm, UserAlgorithm):
+        return algorithm
+    made: Algorithm = _load(type(algorithm), algorithm.type, algorithm.options)
+    return made
 
 
 def _named(kind: type[UserAlgorithm], name: str) -> AlgorithmClass:

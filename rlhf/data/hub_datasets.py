@@ -51,8 +51,7 @@ def is_cached(dataset: HubDataset) -> bool:
 def hub_files(dataset: HubDataset) -> tuple[str, ...]:
     """Finds the files of a dataset, in order: their paths in the hub's cache, or, read in place, their URLs.
 
-    If the hub may not be used (HF_HUB_OFFLINE), the whole dataset must be in the cache: of a part of it, nobody knows
-    what is missing.
+    With HF_HUB_OFFLINE, the whole dataset must be in the cache, because a part of it does not tell what is missing.
 
     Raises:
         UserError: there is no such dataset, config or split, or it is not in the cache.

@@ -224,3 +224,28 @@ def test_a_callback_may_end_the_run(workspace: Path, processes: Processes, code:
     assert failed.wait() == 2, failed.text
     assert "raised RuntimeError: the chat is down" in " ".join(failed.text.split())
     assert open_run(f"{config.run.store}/own").state.iteration == 2, "what it was called for is committed"
+
+
+def test_an_exception_in_a_stage_is_one_line(workspace: Path, processes: Processes, code: Path) -> None:
+    text = (code / "budget.py").read_text()
+    line = "    batch = context.batch\n"
+    assert line in text
+    (code / "budget.py").write_text(text.replace(line, f"{line}    raise ValueError('no budget')\n"))
+    failed = train(processes, run_config(workspace, processes, code, train__iterations=1))
+    assert failed.wait() != 0
+    at = text[: text.index(line)].count("\n") + 2
+    expected = f"error: run.stages {code}/budget.py:BUDGET raised ValueError: no budget ({code}/budget.py:{at})"
+    assert expected in failed.text
+    assert "Traceback" not in failed.text
+
+
+def test_what_cannot_be_imported_is_refused_at_once(workspace: Path, processes: Processes, code: Path) -> None:
+    config = run_config(workspace, processes, code, run__callbacks="nowhere:X", run__stages="none.py:X")
+    refused = train(processes, config)
+    assert refused.wait() == 2, refused.text
+    for said in (
+        "error: run.stages none.py:X: FileNotFoundError",
+        "error: run.callbacks nowhere:X: ModuleNotFoundError",
+    ):
+        assert said in refused.text
+    assert not (processes.folder / "runs" / "own").exists()

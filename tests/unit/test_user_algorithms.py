@@ -189,6 +189,11 @@ class OfTheBatch(TokenLoss):
         return -log_probs * advantages * scale, {}
 
 
+class TakesAName(TokenLoss):
+    def token_losses(self, log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
+        return -log_probs * advantages, {"pg_loss": log_probs}
+
+
 class Constant(TokenLoss):
     def token_losses(self, log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any) -> Any:
         return advantages * mask, {}
@@ -246,6 +251,7 @@ class Padded(TokenLoss):
         (Unmasked(), "values at masked tokens change the loss"),
         (OfTheBatch(), "micro-batches do not add up"),
         (Constant(), "does not depend on log_probs"),
+        (TakesAName(), "the metric pg_loss is the trainer's own"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, TokenLoss) else "",
 )

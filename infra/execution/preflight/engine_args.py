@@ -32,7 +32,7 @@ def fields(package: str, file: str, name: str) -> list[str]:
     for folder in (found.submodule_search_locations or []) if found is not None else []:
         for statement in ast.parse((Path(folder) / file).read_text()).body:
             if isinstance(statement, ast.ClassDef) and statement.name == name:
-                return [name for one in statement.body if isinstance(one, ast.AnnAssign) for name in _names(one)]
+                return [name for line in statement.body if isinstance(line, ast.AnnAssign) for name in _names(line)]
     return []
 
 
