@@ -88,12 +88,9 @@ class StageConfig(BaseModel):
             holder, _, name = path.rpartition(".")
             default = _section_class(holder).model_fields[name].get_default()
             now = _value(config, path) if _key_or_null_section(config, path) == path else default
-            before = _lookup(tree, path, _json(default))
-            if name == "args":
-                held = _value(config, holder)
-                lines += _argument_changes(path, before, now, frozenset() if held is None else held.operational)
-                continue
-            lines += _changes(path, before, now)
+            held = _value(config, holder) if holder else config
+            operational = held.operational if isinstance(held, Section) else frozenset()
+            lines += _changes(path, _lookup(tree, path, _json(default)), now, operational)
         return lines
 
     @classmethod
@@ -181,24 +178,27 @@ def _lookup(tree: Mapping[str, Any], path: str, default: Any) -> Any:
     return value
 
 
-def _changes(path: str, before: JsonValue, now: Any) -> list[str]:
-    """Describes the differences at a key or below it: values that are models are compared field by field."""
+def _changes(path: str, before: JsonValue, now: Any, operational: frozenset[str]) -> list[str]:
+    """Describes the differences at a key or below it: values that are models are compared field by field.
+
+    Args:
+        operational: keys of the section around `path` that may change.
+    """
     after = _json(now)
     if PydanticUndefined in (before, after) or before == after:
         return []
+    if path.endswith(".args"):
+        return _argument_changes(path, before, after, operational)
     comparable = isinstance(before, dict) and isinstance(now, BaseModel)
     if not comparable or before.get("type", after.get("type")) != after.get("type"):  # type: ignore[union-attr]
         return [f"{path}: {_short(before, other=after)} -> {_short(after, other=before)}"]
     lines: list[str] = []
-    operational = now.operational if isinstance(now, Section) else frozenset()
+    within = now.operational if isinstance(now, Section) else frozenset()
     for name, field in type(now).model_fields.items():
-        if name in operational:
+        if name in within:
             continue
         before_value = before.get(name, _json(field.get_default()))  # type: ignore[union-attr]
-        if name == "args":
-            lines += _argument_changes(f"{path}.args", before_value, now.args, operational)
-            continue
-        lines += _changes(f"{path}.{name}", before_value, getattr(now, name))
+        lines += _changes(f"{path}.{name}", before_value, getattr(now, name), within)
     return lines
 
 
@@ -207,7 +207,7 @@ def _argument_changes(path: str, before: JsonValue, now: JsonValue, operational:
     if before == now or path[path.index(".args") + 1 :] in operational:
         return []
     if not all(value is None or isinstance(value, dict) for value in (before, now)):
-        return _changes(path, before, now)
+        return [f"{path}: {_short(before, other=now)} -> {_short(now, other=before)}"]
     old, new = before or {}, now or {}
     assert isinstance(old, dict)
     assert isinstance(new, dict)

@@ -93,7 +93,7 @@ def check_store(store_url: str) -> None:
         is_local = isinstance(ObjectStore(store_url).backend, LocalBackend)
         if is_local or error.__cause__ is not None:  # an object store does not know empty folders
             kind = "folder" if is_local else "bucket"
-            raise UserError(f"--store {store_url}: there is no such {kind}: name the one that has your runs") from None
+            raise UserError(f"--store {store_url}: there is no such {kind}: name the {kind} of your runs") from None
 
 
 def _entries(store_url: str) -> list[dict[str, Any]]:

@@ -219,9 +219,7 @@ def test_a_store_that_is_not_there_is_named(each_s3: str, tmp_path: Path) -> Non
     for url in (f"file://{tmp_path}/empty", str(tmp_path / "empty"), f"{each_s3}/nowhere"):
         check_store(url)
     for url, kind in ((str(tmp_path / "nothere"), "folder"), ("s3://no-such-bucket/runs", "bucket")):
-        with pytest.raises(
-            UserError, match=f"^--store {url}: there is no such {kind}: name the one that has your runs$"
-        ):
+        with pytest.raises(UserError, match=f"^--store {url}: there is no such {kind}: name the {kind} of your runs$"):
             check_store(url)
 
 

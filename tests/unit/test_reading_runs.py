@@ -185,7 +185,7 @@ def test_a_store_that_does_not_exist_has_no_list(command: Command) -> None:
     code, _, said = command.ratchet("ls", "--store", "nothere")
     assert (code, said.strip()) == (
         2,
-        "error: --store nothere: there is no such folder: name the one that has your runs",
+        "error: --store nothere: there is no such folder: name the folder of your runs",
     )
     (command.folder / "empty").mkdir()
     code, out, _ = command.ratchet("ls", "--store", command.folder / "empty")
