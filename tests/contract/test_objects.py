@@ -29,7 +29,7 @@ from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.extras import needs
-from tests.simulated import Clock, Memory
+from tests.faulty_store import Clock, Memory
 
 ROOT = Path(__file__).parents[2]
 

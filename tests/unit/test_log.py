@@ -42,7 +42,7 @@ from ratchet.infra.store.records import (
 )
 from ratchet.infra.store.run_store import CLOSE, RunStore
 from ratchet.rlhf.errors import UserError
-from tests.simulated import Clock, Fault, Memory, Simulated
+from tests.faulty_store import Clock, Fault, Memory, Simulated
 
 
 def claimed(objects: ObjectStore, *, claims: int = 1) -> RunStore:

@@ -43,7 +43,7 @@ from ratchet.infra.store.records import (
     sha256_of,
 )
 from ratchet.infra.store.run_store import RunStore
-from tests.simulated import Clock, Fault, Killed, Memory, Simulated
+from tests.faulty_store import Clock, Fault, Killed, Memory, Simulated
 
 SHARDS = 2
 

@@ -1,0 +1,185 @@
+"""Registers the simulated device, `simgpu`, with PyTorch; see simgpu.cpp for what it does.
+
+It takes PyTorch's place for an accelerator in the whole process, and so in `torch.accelerator`. A process cannot undo
+it: tests that use it run in processes of their own (`python -m pytest -p tests.simulated.plugin`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+NAME = "simgpu"
+SOURCE = Path(__file__).with_name("simgpu.cpp")
+GIB = 2**30
+
+
+def library() -> Path:
+    """Returns the compiled library; compiles it (20 s) where it is missing or out of date."""
+    digest = hashlib.sha256(f"{torch.__version__} {SOURCE.read_text()}".encode()).hexdigest()[:16]
+    built = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ratchet-tests" / f"{NAME}-{digest}.so"
+    if not built.exists():
+        built.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+            compiled = Path(folder) / built.name
+            home = Path(torch.__path__[0])
+            subprocess.run(
+                ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", "-w", str(SOURCE), "-o", str(compiled)]
+                + [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
+                + [f"-I{sysconfig.get_paths()['include']}", f"-L{home / 'lib'}"]
+                + ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"],
+                check=True,
+            )
+            compiled.replace(built)  # whole, or not at all: another process may compile it, too
+    return built
+
+
+class Event:
+    """An event of the only stream."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+
+class Stream:
+    """The device's only stream."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.device = torch.device(NAME, 0)
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+
+class Module(ModuleType):
+    """`torch.simgpu`: what libraries ask of a device's module."""
+
+    Stream, Event = Stream, Event
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return Stream()
+
+    default_stream = current_stream
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self, device: Any = None) -> None:
+        torch.accelerator.synchronize()
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()  # kernels draw from the CPU's generator
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def is_bf16_supported(self, *arguments: Any) -> bool:
+        return True
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "simulated GPU"
+
+
+_library: Any = None
+
+
+def enable(size: int = 80 * GIB) -> None:
+    """Gives this process the device.
+
+    Args:
+        size: its memory in bytes.
+    """
+    global _library
+    if _library is None:
+        torch.utils.rename_privateuse1_backend(NAME)
+        torch.utils.generate_methods_for_privateuse1_backend()
+        torch._register_device_module(NAME, Module(f"torch.{NAME}"))
+        loader = importlib.machinery.ExtensionFileLoader(NAME, str(library()))
+        spec = importlib.util.spec_from_loader(NAME, loader)
+        assert spec is not None
+        _library = importlib.util.module_from_spec(spec)
+        loader.exec_module(_library)
+        torch.distributed.Backend.register_backend("simccl", _group, devices=[NAME])
+    _library.set_size(size)
+
+
+def _group(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
+    return _library.group(torch.distributed.ProcessGroupGloo(store, rank, count, timeout))
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[list[tuple[str, str, int]]]:
+    """Yields a list that gets the kind, operation and bytes of each wait for the device and each copy to or from it."""
+    reports: list[tuple[str, str, int]] = []
+    _library.set_callback(lambda kind, operation, size: reports.append((kind, operation, size)))
+    try:
+        yield reports
+    finally:
+        _library.set_callback(None)
