@@ -221,7 +221,7 @@ def training_bytes(setup: Setup) -> dict[str, float]:
         "weights, moments": setup.state * per_gpu,
         "gradients": FLOAT32 * model.parameters * per_gpu,
         "gathered layers": BFLOAT16 * whole + (0 if setup.gpus == 1 else FLOAT32 * ends),
-        "logits": LOGITS_BYTES + 4 * BLOCK_BYTES["cuda"],
+        "logits": LOGITS_BYTES + 4 * BLOCK_BYTES["gpu"],
         "reserved": RESERVED,
     }
 

@@ -16,6 +16,7 @@ from ratchet.flows.commands.starting import silence_prefect
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.rlhf.config import ActorConfig, TrainerConfig
 from ratchet.rlhf.config.engines import DeepSpeedConfig, FSDPConfig, MegatronConfig
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Request, Sampling
 
@@ -50,7 +51,7 @@ def doctor(
     table.add_column("found")
     for package in PACKAGES:
         table.add_row(package, _version(package))
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    device = accelerator.name() or f"CPU, {torch.get_num_threads()} threads"
     table.add_row("computes on", device)
     with tempfile.TemporaryDirectory() as folder:
         for url in (f"file://{folder}", "memory://doctor"):
@@ -158,22 +159,20 @@ def _update(trainer: TrainerConfig) -> str:
 
 
 def _generate() -> str:
-    from ratchet.rlhf.distributed import ranks
     from ratchet.rlhf.rollout.hf_engine import HFRollout
 
-    HFRollout(_model().to(ranks.device()), eos_token_ids=(0,)).generate([REQUEST], SAMPLING)
+    HFRollout(_model().to(accelerator.device()), eos_token_ids=(0,)).generate([REQUEST], SAMPLING)
     return "works"
 
 
 def _generate_with_vllm() -> str:
-    import torch
     import vllm  # noqa: F401
 
     from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 
     with tempfile.TemporaryDirectory() as folder:
         _model().save_pretrained(folder)
-        on_gpu = torch.cuda.is_available()
+        on_gpu = accelerator.is_available()
         engine = VLLMRollout(
             folder,
             eos_token_ids=(0,),

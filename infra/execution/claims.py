@@ -18,6 +18,7 @@ from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import SCHEMA_VERSION, Claim, Fork, RunState, Weights
 from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.config import RunSection
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.errors import UserError
 
 PACKAGES = (
@@ -147,7 +148,7 @@ def _set_threads(last: Claim | None) -> int:
     import torch
 
     # on CPUs, results depend on the number of threads
-    if last is not None and not torch.cuda.is_available():
+    if last is not None and not accelerator.is_available():
         torch.set_num_threads(last.threads)
     return torch.get_num_threads()
 

@@ -10,6 +10,7 @@ from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.engines import VLLMConfig
 from ratchet.rlhf.config.roles import ROLES, is_critic
 from ratchet.rlhf.data.chat_turns import treat_special_tokens
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.models.loading import actor_skeleton, critic_skeleton, load_reward_model
 from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.rollout.rollout_team import RolloutTeam
@@ -149,15 +150,14 @@ class Engines:
     def _check_memory(self) -> None:
         """Raises `UserError` if vLLM does not fit beside the models that will stay. Runs before the first model is
         loaded."""
-        import torch
 
         from ratchet.rlhf.rollout import device_memory
 
         if self._has_checked_memory:
             return
         engine = self.config.rollout.engine
-        if isinstance(engine, VLLMConfig) and "rollout" in self.roles and torch.cuda.is_available():
-            _, total = torch.cuda.mem_get_info()
+        if isinstance(engine, VLLMConfig) and "rollout" in self.roles and accelerator.is_available():
+            _, total = accelerator.free_and_total()
             device_memory.check_config(self.config, engine, self.roles, total)
         self._has_checked_memory = True
 

@@ -15,7 +15,7 @@ from ratchet.infra.workers.resources import Resources
 from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.data.prompts import encode
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.distributed.host_buffers import release_memory
 from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.rollout.engine import Sampling
@@ -60,7 +60,7 @@ class RolloutWeights:
             if self._config.rollout.engine.outlives_runs:
                 self._compare_server(rollout, self._engines.model("actor"))
             if self._config.actor.offload_when_idle:  # gathering has taken memory, which the engine needs to wake
-                release_memory(ranks.device())
+                release_memory(accelerator.device())
             self._held.hold("rollout", weights)
             return moved
 

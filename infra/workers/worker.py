@@ -45,7 +45,7 @@ from ratchet.infra.workers.rollout_weights import RolloutWeights
 from ratchet.infra.workers.rollouts import JOURNAL, Generated, Rollouts
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.distributed import determinism, ranks
+from ratchet.rlhf.distributed import accelerator, determinism, ranks
 from ratchet.rlhf.errors import EngineLost, NotFinite
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class Worker:
         weights = Weights(version=call.weights.version + 1, digest=digest)
         self._held.hold(call.role, weights)
         seconds = time.perf_counter() - started
-        self._updated[call.role] = Updated(call.weights, weights, metrics, seconds, ranks.device().type)
+        self._updated[call.role] = Updated(call.weights, weights, metrics, seconds, accelerator.device().type)
         return self._updated[call.role]
 
     def _context(self, call: Call[C], batch: TrajectoryBatch) -> Context[C]:

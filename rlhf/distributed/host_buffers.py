@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
+from ratchet.rlhf.distributed import accelerator
+
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
@@ -34,7 +36,7 @@ def host_memory(size: int, device: torch.device) -> Tensor:
 
     Pinned memory takes the next power of two.
     """
-    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(size, dtype=torch.uint8, pin_memory=accelerator.is_gpu(device))
 
 
 def cut(sizes: Sequence[int], allocate: Callable[[int], Tensor]) -> list[list[Tensor]]:
@@ -122,7 +124,7 @@ class HostBuffers:
             for part, on_device in _parts(storage, buffer):
                 part.copy_(on_device, non_blocking=True)
         if leaving:
-            self._synchronize()
+            accelerator.synchronize(self.device)
         for storage in leaving.values():
             # frees the memory, while tensors keep their storage
             storage.resize_(0)
@@ -137,7 +139,7 @@ class HostBuffers:
                 on_device.copy_(part, non_blocking=True)
             self._spare[size].append(buffer)
         if self._away:
-            self._synchronize()
+            accelerator.synchronize(self.device)
         self._away = {}
 
     def readable(self, tensor: Tensor) -> Tensor:
@@ -164,18 +166,12 @@ class HostBuffers:
         new = iter(cut(missing, partial(host_memory, device=self.device)))
         return [next(new) if buffer is None else buffer for buffer in spare]
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
 
 def release_memory(device: torch.device) -> None:
     """Returns the memory that torch caches to the driver, so that another process can have it."""
     # reference cycles may still hold tensors
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+    accelerator.empty_cache(device)
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ratchet.rlhf.distributed import accelerator
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
@@ -47,11 +49,13 @@ def join(rank: int, count: int, rendezvous: Rendezvous | str, timeout_s: float =
 
     timeout = timedelta(seconds=timeout_s)
     if isinstance(rendezvous, str) and rendezvous.startswith("file:"):
-        dist.init_process_group(_backend(), rank=rank, world_size=count, init_method=rendezvous, timeout=timeout)
+        dist.init_process_group(
+            accelerator.backend(), rank=rank, world_size=count, init_method=rendezvous, timeout=timeout
+        )
         return
     store = connected(rendezvous, timeout) if isinstance(rendezvous, str) else rendezvous.store
     store.set_timeout(timeout)
-    dist.init_process_group(_backend(), store=store, rank=rank, world_size=count, timeout=timeout)
+    dist.init_process_group(accelerator.backend(), store=store, rank=rank, world_size=count, timeout=timeout)
 
 
 def initialized() -> None:
@@ -60,7 +64,7 @@ def initialized() -> None:
 
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(_backend(), rank=0, world_size=1, store=store)
+        dist.init_process_group(accelerator.backend(), rank=0, world_size=1, store=store)
 
 
 def group(members: Iterable[int], purpose: str) -> ProcessGroup:
@@ -87,19 +91,6 @@ def _group(world: ProcessGroup, members: tuple[int, ...], purpose: str) -> Proce
     created = dist.new_group(list(members), use_local_synchronization=True, group_desc=purpose)
     assert isinstance(created, dist.ProcessGroup)
     return created
-
-
-def _backend() -> str:
-    import torch
-
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-def device() -> torch.device:
-    """Returns this rank's device: the current GPU, or the CPU if there is none."""
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:

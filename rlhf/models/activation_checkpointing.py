@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
+from ratchet.rlhf.distributed import accelerator
+
 if TYPE_CHECKING:
     from torch._ops import OpOverload
     from transformers import PreTrainedModel
@@ -35,7 +37,7 @@ PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 def chosen(setting: Checkpointing | None, device: torch.device) -> Checkpointing:
     """Returns the kind of checkpointing for a setting; None means selective on a GPU, none on the CPU."""
     if setting is None:
-        return "selective" if device.type == "cuda" else False
+        return "selective" if accelerator.is_gpu(device) else False
     return setting
 
 

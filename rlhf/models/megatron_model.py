@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
 
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.models.megatron_layout import Place
 from ratchet.rlhf.models.segments import Segments
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def has_transformer_engine() -> bool:
     """Returns True if TransformerEngine, which needs a GPU, computes the layers."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    return accelerator.is_available() and find_spec("transformer_engine") is not None
 
 
 class Norm(torch.nn.RMSNorm):
@@ -253,7 +254,7 @@ def decoder(
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        masked_softmax_fusion=device.type == "cuda" and has_engine,
+        masked_softmax_fusion=accelerator.is_gpu(device) and has_engine,
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
         **mixture,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.models import segments
 from ratchet.rlhf.models.segments import Segments
 
@@ -211,7 +212,8 @@ def _attend_by_blocks(
 
     def attend(block: AttentionBlock) -> Tensor:
         keys, values = _pieces(key, block.keys), _pieces(value, block.keys)
-        repeats = groups > 1 and block.visible is not None and key.is_cuda  # no fast kernel takes a mask and groups
+        # no fast kernel takes a mask and groups
+        repeats = groups > 1 and block.visible is not None and accelerator.is_gpu(key.device)
         if repeats:
             keys, values = (heads.repeat_interleave(groups, dim=1) for heads in (keys, values))
         attended = scaled_dot_product_attention(

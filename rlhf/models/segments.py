@@ -15,6 +15,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from ratchet.rlhf.distributed import accelerator
+
 if TYPE_CHECKING:
     from jaxtyping import Int
     from torch import Tensor
@@ -118,7 +120,7 @@ class Segments:
     def _attend_one_by_one(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Computes the same as the kernel where there is none, by a call per piece."""
         groups = query.shape[1] // key.shape[1]
-        if groups > 1 and key.is_cuda:  # no other fast kernel takes groups
+        if groups > 1 and accelerator.is_gpu(key.device):  # no other fast kernel takes groups
             key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
         q_sizes, k_sizes = self.query_ends.diff().tolist(), self.key_ends.diff().tolist()
         of_pieces = (
@@ -164,7 +166,7 @@ def _attend_masked(query: Tensor, key: Tensor, value: Tensor, scale: float | Non
 @cache
 def has_kernel(dim: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns True if PyTorch has a kernel for `Segments` of heads of this size, on this device, in this type."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < (8, 0):
+    if dtype != torch.bfloat16 or (accelerator.cuda_capability(device) or (0, 0)) < (8, 0):
         return False
     try:
         from torch.nn.attention.varlen import varlen_attn

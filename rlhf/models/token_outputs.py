@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models import prefix_sharing
 from ratchet.rlhf.models.kernels import apply_liger, compile_layers, liger_log_probs
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Head = Literal["policy", "value", "reward"]
 LOGITS_BYTES = 2**29
 """Maximum size of a piece of float32 logits, which is in memory once, also in the backward pass."""
-BLOCK_BYTES = {"cpu": 2**23, "cuda": 2**26}
+BLOCK_BYTES = {"cpu": 2**23, "gpu": 2**26}
 """Size of the float32 logits that the log-probs are computed of at a time, by the type of device; a few such blocks are
 in memory. On a CPU they stay in its cache, and in memory that the process already has."""
 
@@ -84,7 +84,7 @@ class TokenOutputs(torch.nn.Module):
         is_plain = attention in ("sdpa", "eager", prefix_sharing.NAME)
         tried = truncated(model, attention=attention if is_plain else "sdpa", teams_of=1 if team is None else team.size)
         # `_check` computes with the small model
-        self.model = tried.to(ranks.device())
+        self.model = tried.to(accelerator.device())
         self.head = head
         self.team = team
         self.router_loss = RouterLoss.of(model) if head == "policy" else None
@@ -361,7 +361,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _block_bytes(on: Tensor) -> int:
-    return BLOCK_BYTES["cpu" if on.device.type == "cpu" else "cuda"]
+    return BLOCK_BYTES[accelerator.kind(on.device)]
 
 
 def _blocks(logits: Tensor) -> list[slice]:

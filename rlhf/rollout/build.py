@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf.config.engines import ServerConfig, VLLMConfig
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.hf_configs import generation_config
 from ratchet.rlhf.models.model_folders import model_folder
@@ -39,9 +39,9 @@ def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: Rollo
         return server_rollout(config, config.rollout.engine, tokenizer)
     from ratchet.rlhf.rollout.hf_engine import HFRollout
 
-    model = (
-        actor if actor is not None else load_actor(config.model, config.run.seed, trainable=False).to(ranks.device())
-    )
+    model = actor
+    if model is None:
+        model = load_actor(config.model, config.run.seed, trainable=False).to(accelerator.device())
     eos = eos_token_ids(model.generation_config, tokenizer)
     return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype, tokenizer=tokenizer)
 
@@ -54,12 +54,10 @@ def vllm_rollout(
     Args:
         devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
     """
-    import torch
-
     from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 
     rollout, model = config.rollout, config.model
-    on_gpu = torch.cuda.is_available()
+    on_gpu = accelerator.is_available()
     return VLLMRollout(
         model_folder(model).resolve(),
         eos_token_ids=eos_token_ids(generation_config(model), tokenizer),

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from ratchet.rlhf import event_loop
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.distributed.rendezvous import Rendezvous
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.server_requests import Ask, Away
@@ -51,7 +51,7 @@ class SGLangLink:
             LinkLost: a server cannot reach this process.
             UserError: a server cannot take weights in this way.
         """
-        counts, on_gpu = [], ranks.device().type == "cuda"
+        counts, on_gpu = [], accelerator.device().type == "cuda"
         for server in servers:
             info = await server("/server_info")
             if info["dp_size"] > 1 or info["pp_size"] > 1:
@@ -86,7 +86,7 @@ class SGLangLink:
             else partial(gloo_group, store, SENDER, size, host, timeout)
         )
         group = await _meanwhile(asked, form)
-        return cls(servers, name, group, ranks.device() if on_gpu else torch.device("cpu"))
+        return cls(servers, name, group, accelerator.device() if on_gpu else torch.device("cpu"))
 
     def send(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> int:
         """Broadcasts weights, consumed one at a time and cast to `dtype`, to all servers; returns the number of
@@ -107,8 +107,7 @@ class SGLangLink:
 
     def _broadcast(self, memory: Tensor) -> None:
         self._group.broadcast(memory, SENDER).wait()
-        if memory.is_cuda:
-            torch.cuda.synchronize()
+        accelerator.synchronize(memory.device)
 
     async def finish(self) -> None:
         """Makes the servers use the weights that they received. Raises `Away` or `UserError`."""

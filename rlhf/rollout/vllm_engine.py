@@ -32,7 +32,7 @@ import psutil
 import torch
 
 from ratchet.rlhf import child_processes, event_loop
-from ratchet.rlhf.distributed import determinism
+from ratchet.rlhf.distributed import accelerator, determinism
 from ratchet.rlhf.errors import EngineLost, UserError, in_one_line
 from ratchet.rlhf.rollout import device_memory
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
@@ -411,7 +411,7 @@ class VLLMRollout(RolloutEngine):
                         f"the last vLLM was killed, but holds its memory: {child_processes.described(_lingering)}"
                     )
                 if self.on_gpu and not self._has_started:
-                    device_memory.await_room(self.options["gpu_memory_utilization"], torch.cuda.mem_get_info)
+                    device_memory.await_room(self.options["gpu_memory_utilization"], accelerator.free_and_total)
                 self._asleep, self._has_started = set(), True
                 # seeds requests that have no seed; the same noise after a restart would repeat earlier draws
                 options = {**self.options, "seed": secrets.randbits(32)}
@@ -451,7 +451,7 @@ def _deliver(child: VLLMProcess, packed: Packed, memory: SharedMemory) -> None:
 
 def _deliver_on_device(child: VLLMProcess, packed: Packed, memory: DeviceMemory) -> None:
     """Delivers a bucket to vLLM's backend `ipc`."""
-    torch.cuda.synchronize()
+    accelerator.synchronize(memory.device)
     bucket = {
         "names": list(packed.names),
         "dtype_names": [packed.dtype] * len(packed.names),

@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.rollout.vllm_engine import HOST_MEMORY
 from ratchet.rlhf.weights.buckets import Packed, mapped
 
@@ -40,7 +41,7 @@ def for_each_draft(
     return values.where(values != replace_from, replace_to).repeat_interleave(counts, output_size=count)
 
 
-if not torch.cuda.is_available():
+if not accelerator.is_available():
     # without a GPU, vLLM 0.32 leaves the temperatures of drafted tokens unset (vllm-project/vllm issue 55005)
     from vllm.v1.sample import rejection_sampler
 
@@ -86,8 +87,7 @@ class HostMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
         """Loads a bucket."""
         # vLLM's own method always waits for a GPU, which may not exist
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        accelerator.synchronize(self.device)
 
     def receive_weights(self, update_info: Bucket) -> None:
         """Loads a bucket."""

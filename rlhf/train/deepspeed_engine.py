@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.models import activation_checkpointing
 from ratchet.rlhf.models.skeleton import materialize
 from ratchet.rlhf.models.token_outputs import Head
@@ -54,7 +54,7 @@ class DeepSpeedEngine(ModelEngine):
             offload: keep optimizer state (and in stage 3 parameters) in host memory.
             args: more keys of DeepSpeed's config.
         """
-        kept = activation_checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
+        kept = activation_checkpointing.chosen(options.get("gradient_checkpointing", False), accelerator.device())
         # stage 3's hooks gather parameters within a layer, which selective checkpointing does not allow
         if stage == 3 and kept == "selective":
             kept = True
@@ -76,7 +76,7 @@ class DeepSpeedEngine(ModelEngine):
         self.stage = stage
         given = dict(args or {})
         zero: dict[str, Any] = {**given.get("zero_optimization", {}), "stage": stage}
-        host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        host = {"device": "cpu", "pin_memory": accelerator.is_gpu(self.device)}
         if offload:
             zero["offload_optimizer"] = host
         if offload and stage == 3:

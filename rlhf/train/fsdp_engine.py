@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from ratchet.rlhf.distributed import host_buffers, ranks
+from ratchet.rlhf.distributed import accelerator, host_buffers, ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.token_outputs import Head, VocabularyShare
 from ratchet.rlhf.train.torch_engine import TorchEngine
@@ -86,7 +86,7 @@ class FSDPEngine(TorchEngine):
         ranks.initialized()
         if not self.offload and self.model.device.type != "meta":
             self.module.to(self.device)
-        on_gpu = self.device.type == "cuda"
+        on_gpu = accelerator.is_gpu(self.device)
         compute = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
         count = ranks.count()
         size = count if self.shard_size is None else self.shard_size

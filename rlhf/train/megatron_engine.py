@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ratchet.rlhf.batch import TrajectoryBatch
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models import activation_checkpointing, megatron_model
 from ratchet.rlhf.models.megatron_layout import EXPERTS, TensorBlock, local_layout, parts_between, refusal
@@ -104,11 +104,11 @@ class MegatronEngine(ModelEngine):
             UserError: there is no GPU, or Megatron does not support the model in this layout.
         """
         try:
-            torch.cuda.current_device()
+            accelerator.check_cuda()
         except (AssertionError, RuntimeError) as error:
             cause = str(error).partition("\n")[0]
             raise UserError(f"engine megatron needs a GPU ({cause}): use engine fsdp") from None
-        kept = activation_checkpointing.chosen(options.get("gradient_checkpointing", False), ranks.device())
+        kept = activation_checkpointing.chosen(options.get("gradient_checkpointing", False), accelerator.device())
         # the decoder expects sequences that are padded on the right
         options |= {"packing": False, "share_prompts": False}
         skeleton = Skeleton.of(model)

@@ -21,7 +21,7 @@ import torch
 from ratchet.rlhf.algorithms.masked import LossNormalizers
 from ratchet.rlhf.algorithms.optimizers import AdamW, Optimizer
 from ratchet.rlhf.batch import TrajectoryBatch, ragged
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.distributed.host_buffers import HostBuffers, release_memory
 from ratchet.rlhf.errors import NotFinite
 from ratchet.rlhf.models import activation_checkpointing, lora, prefix_sharing
@@ -113,7 +113,7 @@ class ModelEngine(InferenceEngine, ABC):
         self.layout = hub_layout(model)
         """Checkpoint tensors by parameter or buffer; see `hub_layout`."""
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
-        varlen = prefix_sharing.has_kernel(model, ranks.device(), getattr(torch, dtype))
+        varlen = prefix_sharing.has_kernel(model, accelerator.device(), getattr(torch, dtype))
         self.module = self.outputs_type(
             model, head, team=team, packing=bool(packing), share_prompts=share_prompts, varlen=varlen
         )
@@ -126,7 +126,7 @@ class ModelEngine(InferenceEngine, ABC):
         self.share = ranks.Share.of(sharing)
         self.counts = ranks.rank() % sharing == 0
         """True if this rank contributes results: one rank does, of those that compute the same part."""
-        self.device = ranks.device()
+        self.device = accelerator.device()
         self.weights_buffers, self.optimizer_buffers = HostBuffers(self.device), HostBuffers(self.device)
         self.optimizer_type = type(optimizer)
         self.steps = 0

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
-import torch
 
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator, ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,9 +79,9 @@ def utilization(flops: float, seconds: float) -> float | None:
 
     `flops` counts all ranks. None if the device's peak is unknown, or there was nothing to compute.
     """
-    if ranks.device().type != "cuda" or not flops:
+    name = accelerator.name()
+    if name is None or not flops:
         return None
-    name = torch.cuda.get_device_name()
     peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
     return None if peak is None else flops / seconds / peak / ranks.count()
 
@@ -90,8 +89,8 @@ def utilization(flops: float, seconds: float) -> float | None:
 def memory() -> dict[str, float]:
     """Returns memory by metric, in GiB: peaks of the fullest GPU since its process began, and use of this machine."""
     used = {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / GIB}
-    if ranks.device().type != "cuda":
+    if not accelerator.is_available():
         return used
-    peaks = ranks.gathered((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+    peaks = ranks.gathered(accelerator.peaks())
     allocated, reserved = (max(values) / GIB for values in zip(*peaks, strict=True))
     return {"perf/max_memory_allocated_gb": allocated, "perf/max_memory_reserved_gb": reserved} | used

@@ -12,7 +12,7 @@ from ratchet.rlhf.data.chat_turns import Rendered, Tokens, token_ids, tokens
 from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.data.prompts import beginning, with_response
 from ratchet.rlhf.data.responses import around_turns
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.train.micro_batches import deal
 
@@ -47,8 +47,8 @@ class RewardEngine:
         """
         from ratchet.rlhf.distributed.host_buffers import HostBuffers
 
-        self.model = model.to(ranks.device())
-        self._buffers = HostBuffers(ranks.device())
+        self.model = model.to(accelerator.device())
+        self._buffers = HostBuffers(accelerator.device())
         self.tokenizer = tokenizer
         self.padding = model.config.get_text_config().pad_token_id
 

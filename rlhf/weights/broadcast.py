@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.distributed.device_errors import is_lost
 from ratchet.rlhf.distributed.rendezvous import Rendezvous, connected
 from ratchet.rlhf.errors import RatchetError, in_one_line
@@ -55,12 +55,12 @@ class WeightLink:
             else:
                 self._store = rendezvous.store
             self._host_group: Any = gloo_group(PrefixStore("gloo", self._store), rank, count, host, timeout)
-            gpus = torch.tensor([int(torch.cuda.is_available())])
+            gpus = torch.tensor([int(accelerator.is_available())])
             self._host_group.allreduce([gpus]).wait()
             self._group: Any = self._host_group
             self._device = torch.device("cpu")
             if int(gpus) == count:
-                self._device = ranks.device()
+                self._device = accelerator.device()
                 self._group = nccl_group(PrefixStore("nccl", self._store), rank, count, timeout)
 
     def send(
@@ -126,8 +126,7 @@ class WeightLink:
         with losing():
             if len(memory):
                 self._group.broadcast(memory, SENDER).wait()
-            if memory.is_cuda:
-                torch.cuda.synchronize()
+            accelerator.synchronize(memory.device)
 
 
 @contextmanager

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 
+from ratchet.rlhf.distributed import accelerator
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-BUCKET_BYTES = {"cpu": 2**25, "cuda": 2**28}
+BUCKET_BYTES = {"cpu": 2**25, "gpu": 2**28}
 """Size of a bucket, by type of device; a larger tensor has its own bucket.
 
 Reusing host memory is cheaper than allocating it; on a GPU, fewer buckets are delivered faster.
@@ -99,7 +101,7 @@ class DeviceMemory(Memory):
     """A `Buffer` of this process's GPU that other processes on the same GPU can map."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        super().__init__(accelerator.device())
         self._handle: tuple[int, tuple[Any, ...]] | None = None
 
     @property
@@ -109,13 +111,12 @@ class DeviceMemory(Memory):
 
         if self._handle is None or self._handle[0] != self.memory.data_ptr():  # each export is released once
             self._handle = self.memory.data_ptr(), reduce_tensor(self.memory)[1]  # type: ignore[no-untyped-call]
-        return {str(torch.cuda.get_device_properties(self.device).uuid): self._handle[1]}
+        return {accelerator.cuda_uuid(self.device): self._handle[1]}
 
     def close(self) -> None:
         """Frees the memory once no process maps it."""
         self.memory, self._handle = self.memory[:0].clone(), None
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+        accelerator.release_exports()
 
 
 class SharedMemory:
@@ -204,7 +205,7 @@ def _fill(
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
     kind, used = _type_of(first[1], dtype), 0
-    limit = BUCKET_BYTES[buffer.device.type]
+    limit = BUCKET_BYTES[accelerator.kind(buffer.device)]
     memory = buffer.reserve(max(limit, first[1].numel() * kind.itemsize))
     following: tuple[str, Tensor] | None = first
     while following is not None:

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.weights.tensor_shards import TensorShard
 
 KIND = "sum64"
 """Prefix of the digests."""
-CHUNK = {"cpu": 2**15, "cuda": 2**24}
+CHUNK = {"cpu": 2**15, "gpu": 2**24}
 """Elements hashed at a time: on a CPU they stay in its cache."""
 MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Odd 64-bit constants, as signed integers."""
@@ -36,7 +36,7 @@ def sums(part: TensorShard, key: int) -> tuple[int, int]:
     """
     assert part.values.dtype == torch.float32, f"a state is float32, not {part.values.dtype}"
     device = part.values.device
-    chunk = CHUNK[device.type]
+    chunk = CHUNK[accelerator.kind(device)]
     bits = part.values.detach().contiguous().view(torch.int32)
     runs, length = bits.shape
     at_once = max(1, chunk // max(length, 1))  # runs
@@ -74,7 +74,7 @@ def of_parts(parts: Mapping[str, Iterable[TensorShard]], shapes: Mapping[str, Se
         key = _key(name, shapes[name])
         for part in parts[name]:
             table[row] += torch.tensor(sums(part, key))
-    table = ranks.summed(table.to(ranks.device())).cpu()
+    table = ranks.summed(table.to(accelerator.device())).cpu()
     tensors = {name: [list(shapes[name]), *sums] for name, sums in zip(names, table.tolist(), strict=True)}
     return f"{KIND}:{hashlib.sha256(json.dumps([about, tensors], sort_keys=True).encode()).hexdigest()}"
 

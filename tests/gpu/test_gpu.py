@@ -69,7 +69,7 @@ def test_a_gpu_computes_what_a_cpu_computes(
     on_gpu = kind.build()
     assert next(iter(on_gpu.parameters.values())).device.type == "cuda"  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr("ratchet.rlhf.distributed.ranks.device", lambda: torch.device("cpu"))
+        patch.setattr("ratchet.rlhf.distributed.accelerator.device", lambda: torch.device("cpu"))
         on_cpu = ENGINES["torch"](kind.folder, kind.head)
     assert on_gpu.digest() == on_cpu.digest()
     assert_close(infer(on_gpu, kind, batch), infer(on_cpu, kind, batch))

@@ -37,10 +37,12 @@ def library() -> Path:
             compiled = Path(folder) / built.name
             home = Path(torch.__path__[0])
             subprocess.run(
-                ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", "-w", str(SOURCE), "-o", str(compiled)]
-                + [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
-                + [f"-I{sysconfig.get_paths()['include']}", f"-L{home / 'lib'}"]
-                + ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"],
+                [
+                    *("g++", "-O1", "-std=c++20", "-fPIC", "-shared", "-w", str(SOURCE), "-o", str(compiled)),
+                    *(f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"),
+                    *(f"-I{sysconfig.get_paths()['include']}", f"-L{home / 'lib'}"),
+                    *("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"),
+                ],
                 check=True,
             )
             compiled.replace(built)  # whole, or not at all: another process may compile it, too

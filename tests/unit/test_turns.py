@@ -126,8 +126,8 @@ def test_moments_do_not_move_when_weights_are_copied_or_saved(tmp_path: Path, mo
 def test_memory_is_given_back_at_each_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose calls are recorded: its driver gets the memory once nothing uses it."""
     calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty_cache"))
     for module in (model_engine, rollout_weights):
         monkeypatch.setattr(module, "release_memory", lambda device: release_memory(torch.device("cuda")))
     engines = worker(tmp_path, monkeypatch).engines

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from ratchet.infra.execution.preflight.mistakes import refuse
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.distributed import accelerator
 
 
 def check_devices(config: RunConfig) -> None:
     """Raises `UserError` if this machine lacks the GPUs of a run's pools, or of its vLLM."""
-    import torch
-
-    gpus = torch.cuda.device_count()
+    gpus = accelerator.count()
     refuse(_missing_gpus(config, gpus) if config.pools else _missing_to_vllm(config, gpus))
 
 

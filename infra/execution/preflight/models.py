@@ -12,6 +12,7 @@ from ratchet.infra.progress import note
 from ratchet.rlhf.config import ModelConfig, RunConfig
 from ratchet.rlhf.config.engines import HFConfig, MegatronConfig, VLLMConfig
 from ratchet.rlhf.config.roles import ROLES, is_critic
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.hf_configs import (
     attention_heads,
@@ -97,10 +98,9 @@ def _check_heads(config: RunConfig) -> None:
 
 def _check_heads_of_vllm(config: RunConfig) -> None:
     """Refuses a model whose attention heads have a size that vLLM cannot compute without a GPU."""
-    import torch
 
     pool = config.pool_of("rollout")
-    has_gpu = torch.cuda.is_available() if pool is None else config.pools[pool].gpus_per_worker > 0
+    has_gpu = accelerator.is_available() if pool is None else config.pools[pool].gpus_per_worker > 0
     if not isinstance(config.rollout.engine, VLLMConfig) or has_gpu or not is_installed("vllm"):
         return
     decoder = text_config(config.model)

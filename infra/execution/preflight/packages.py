@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ratchet.infra.execution.preflight.mistakes import refuse
 from ratchet.infra.execution.preflight.wandb_login import has_login
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.distributed import accelerator
 
 
 def check_packages(config: RunConfig) -> None:
@@ -48,12 +49,11 @@ def is_installed(package: str) -> bool:
 
 def _without_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields packages that are useless in a process without a GPU, with the mistake."""
-    import torch
 
     for role, trainer in config.trainers.items():
         engine = trainer.engine
         # workers in pools report this themselves
-        if engine.needs_gpu and engine.package and not config.pools and not torch.cuda.is_available():
+        if engine.needs_gpu and engine.package and not config.pools and not accelerator.is_available():
             fix = f"{role}.engine {engine.type} needs a GPU, and there is none: set {role}.engine to fsdp"
             yield engine.package, fix
     if _has_liger(config) and not _trains_on_gpus(config):
@@ -66,9 +66,8 @@ def _has_liger(config: RunConfig) -> bool:
 
 
 def _trains_on_gpus(config: RunConfig) -> bool:
-    import torch
 
     if not config.pools:
-        return torch.cuda.is_available()
+        return accelerator.is_available()
     pools = map(config.pool_of, config.trainers)
     return all(pool is not None and config.pools[pool].gpus_per_worker > 0 for pool in pools)
