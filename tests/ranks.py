@@ -62,7 +62,10 @@ def _serve(pipe: Connection, rank: int, count: int, rendezvous: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["OMP_NUM_THREADS"] = "1"
     from ratchet.rlhf.distributed import ranks
+    from tests.simulated import device
 
+    if device.VARIABLE in os.environ:
+        device.enable()
     ranks.join(rank, count, f"file://{rendezvous}")
     while True:
         function, arguments = pipe.recv()

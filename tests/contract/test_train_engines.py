@@ -512,7 +512,7 @@ def test_making_room_changes_nothing(
             assert moved.digest() == other.digest()
             assert moved.state() == other.state()
             for name, tensor in moved.weights():
-                assert torch.equal(tensor, dict(other.weights())[name])
+                assert torch.equal(tensor.cpu(), dict(other.weights())[name].cpu())
         assert infer(moved, kind, batch) == infer(other, kind, batch)
         moved.place(model=True, optimizer=True)
         moved.update(batch, kind.objective, PLAN)
@@ -722,6 +722,6 @@ def test_a_reference_has_the_type_of_the_computation(engine: str, policy_folder:
     assert isinstance(reference, ModelEngine)
     assert {parameter.dtype for parameter in reference.model.parameters()} == {torch.bfloat16}
     for name, tensor in load_actor(ModelConfig(path=str(policy_folder))).named_parameters():
-        assert torch.equal(reference.get("model", name), tensor.bfloat16().float())
+        assert torch.equal(reference.get("model", name).cpu(), tensor.bfloat16().float())
     # a bfloat16 has 8 bits, as above
     assert_close(infer(reference, kind, batch), infer(kind.build(), kind, batch), atol=0.3)

@@ -21,8 +21,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 
 NAME = "simgpu"
+VARIABLE = "RATCHET_TEST_SIMGPU"
+"""Set for processes that start others, which are to have the device, too."""
 SOURCE = Path(__file__).with_name("simgpu.cpp")
 GIB = 2**30
 
@@ -133,10 +137,10 @@ class Module(ModuleType):
     def manual_seed_all(self, seed: int) -> None:
         pass
 
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+    def get_rng_state(self, device: Any = None) -> Tensor:
         return torch.get_rng_state()  # kernels draw from the CPU's generator
 
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         torch.set_rng_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -169,7 +173,18 @@ def enable(size: int = 80 * GIB) -> None:
         _library = importlib.util.module_from_spec(spec)
         loader.exec_module(_library)
         torch.distributed.Backend.register_backend("simccl", _group, devices=[NAME])
+        _fsdp_init._move_states_to_device = _move_states_to_device
     _library.set_size(size)
+
+
+def _move_states_to_device(parameters: list[Tensor], buffers: list[Tensor], device: torch.device) -> None:
+    """As FSDP's own, which gives tensors other `data`: PyTorch allows that only between devices that it knows."""
+    for tensor in (*parameters, *buffers):
+        if tensor.device != device and not tensor.is_meta:
+            moved = tensor.detach().to(device)
+            if isinstance(tensor, torch.nn.Parameter):
+                moved = torch.nn.Parameter(moved, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, moved)
 
 
 def _group(store: Any, rank: int, count: int, timeout: timedelta) -> Any:

@@ -272,6 +272,14 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return at::native::_local_scalar_dense_cpu(host_view(self));
 }
 
+/// Counts integers, too, as CUDA's does and the CPU's does not.
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  auto counts = at::histc(host_view(self).to(at::kDouble), bins, least, most).to(self.scalar_type());
+  auto placed = at::empty(counts.sizes(), counts.options().device(DEVICE));
+  host_view(placed).copy_(counts);
+  return placed;
+}
+
 /// Operations whose result's shape, or whose number, the host has to learn from the device.
 bool waits(const std::string& name, const std::vector<at::Tensor>& arguments) {
   static const std::unordered_set<std::string> names = {
@@ -376,6 +384,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("histc", &histc);
   m.impl("record_stream", [](at::Tensor&, at::Stream) {});
 }
 
