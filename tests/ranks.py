@@ -61,6 +61,9 @@ class Ranks:
 def _serve(pipe: Connection, rank: int, count: int, rendezvous: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    from torch.utils._pytree import tree_map_only
+
     from ratchet.rlhf.distributed import ranks
     from tests.simulated import device
 
@@ -70,7 +73,8 @@ def _serve(pipe: Connection, rank: int, count: int, rendezvous: str) -> None:
     while True:
         function, arguments = pipe.recv()
         try:
-            pipe.send((True, function(*arguments)))
+            result = function(*arguments)
+            pipe.send((True, tree_map_only(torch.Tensor, torch.Tensor.cpu, result)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 

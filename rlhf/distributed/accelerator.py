@@ -61,6 +61,11 @@ def backend() -> str:
     return "gloo" if here == "cpu" else f"cpu:gloo,{here}:{get_default_backend_for_device(here)}"
 
 
+def placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies a tensor of the host to a device, without waiting for what a GPU still computes."""
+    return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until a GPU has finished; does nothing on the CPU."""
     import torch

@@ -45,8 +45,8 @@ class AttentionBlock:
 
     def to(self, device: torch.device) -> AttentionBlock:
         """Returns the block on a device."""
-        visible = None if self.visible is None else self.visible.to(device)
-        return AttentionBlock(self.queries.to(device), self.keys.to(device), visible)
+        visible = None if self.visible is None else accelerator.placed(self.visible, device)
+        return AttentionBlock(accelerator.placed(self.queries, device), accelerator.placed(self.keys, device), visible)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class SharedPrompts:
 
     def to(self, device: torch.device) -> SharedPrompts:
         """Returns the layout on a device."""
-        return SharedPrompts(tuple(block.to(device) for block in self.blocks), self.order.to(device))
+        return SharedPrompts(tuple(block.to(device) for block in self.blocks), accelerator.placed(self.order, device))
 
 
 def has_kernel(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
@@ -170,10 +170,10 @@ def _hidden(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Tensor
     return hidden
 
 
-def inputs(prompts: SharedPrompts | Segments | CachedPrompts) -> dict[str, Any]:
-    """Returns the arguments of a model's forward that it passes on to its attention."""
-    # the mask is never read: its four dimensions keep the model from building its own
-    name = "shared" if isinstance(prompts, SharedPrompts | Segments) else "prompts"
+def inputs(prompts: SharedPrompts | Segments | CachedPrompts | None) -> dict[str, Any]:
+    """Returns the arguments of a model's forward that it passes on to its attention. None: each row is a sequence."""
+    # its four dimensions keep the model from building a mask of its own, for which it would wait for the GPU
+    name = "shared" if prompts is None or isinstance(prompts, SharedPrompts | Segments) else "prompts"
     return {name: prompts, "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool)}
 
 
@@ -195,7 +195,9 @@ def _attention(
     if shared is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        # a single element is that of `inputs`, or hides nothing from the only token
+        mask = None if attention_mask is not None and attention_mask.numel() == 1 else attention_mask
+        attended, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
         return attended, None
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))  # [tokens, heads, dim]
     if isinstance(shared, Segments):

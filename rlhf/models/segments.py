@@ -86,8 +86,9 @@ class Segments:
 
     def to(self, device: torch.device) -> Segments:
         """Returns the segments on a device."""
-        keys = None if self.keys is None else self.keys.to(device)
-        return replace(self, keys=keys, query_ends=self.query_ends.to(device), key_ends=self.key_ends.to(device))
+        keys = None if self.keys is None else accelerator.placed(self.keys, device)
+        ends = accelerator.placed(self.query_ends, device), accelerator.placed(self.key_ends, device)
+        return replace(self, keys=keys, query_ends=ends[0], key_ends=ends[1])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # one kernel, which takes the pieces' lengths
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

@@ -134,7 +134,7 @@ class TokenOutputs(torch.nn.Module):
             or `scores`; and the scalar `router_aux_loss` if `copies` is given.
         """
         if self.team is None:
-            attend_to = {} if shared is None or not self.takes_segments else prefix_sharing.inputs(shared)
+            attend_to = prefix_sharing.inputs(shared) if self.takes_segments else {}
             return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, copies, **attend_to)
         team = self.team
         before = input_ids.shape[1]

@@ -202,7 +202,7 @@ class MegatronEngine(ModelEngine):
             return
         computed: list[dict[str, Tensor]] = []
 
-        def keep(number: int, outputs: dict[str, Tensor]) -> Tensor:
+        def keep(number: int, micro: MicroBatch, outputs: dict[str, Tensor]) -> Tensor:
             computed.append(outputs)
             return next(iter(outputs.values())).sum()
 
@@ -248,15 +248,15 @@ class MegatronEngine(ModelEngine):
 
         def step(numbers: Iterator[int], _: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
-            micro = micro_batches[number]
-            input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
-            hidden = self.decoder.hidden(input_ids)
+            micro = micro_batches[number].to(self.device)
+            hidden = self.decoder.hidden(micro.input_ids)
             if not self.groups.place.is_last_stage:
                 return hidden, _no_loss
 
             def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                outputs = self.module.of_hidden(hidden, input_ids.shape[1], at, targets, temperature, names)
-                return loss_of(number, outputs), torch.ones((), dtype=torch.int), {}
+                time = micro.input_ids.shape[1]
+                outputs = self.module.of_hidden(hidden, time, micro.at, micro.targets, temperature, names)
+                return loss_of(number, micro, outputs), torch.ones((), dtype=torch.int), {}
 
             return hidden, loss
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ratchet.rlhf.distributed import accelerator
+
 if TYPE_CHECKING:
+    import torch
     from jaxtyping import Float, Int
     from torch import Tensor
 
@@ -131,7 +134,7 @@ class MicroBatch:
     distinguished by their positions, which restart with each sequence.
     """
 
-    rows: np.ndarray
+    rows: Int[Tensor, " micro"]
     """Row numbers in the batch."""
     input_ids: Int[Tensor, "sequences time"]
     position_ids: Int[Tensor, "sequences time"] | None
@@ -140,10 +143,14 @@ class MicroBatch:
     """For each response token, the index in the flattened `input_ids` of the position that predicts it."""
     targets: Int[Tensor, " tokens"]
     """The response tokens, row after row."""
-    response_lengths: np.ndarray
-    """Number of response tokens of each row."""
+    padded_at: Int[Tensor, " tokens"]
+    """For each response token, its index in the flattened values of shape (micro-batch, response)."""
+    horizon: int
+    """Length of the longest response, in tokens."""
     copies: Int[Tensor, "sequences time"]
     """Number of sequences that contain each token: 0 for padding, several for a shared prompt."""
+    tokens: int
+    """Number of tokens of the sequences, without padding; those of a shared prompt count once per sequence."""
     shared: SharedPrompts | Segments | None = None
     """Attention structure of a row of several sequences; None: padded."""
 
@@ -197,29 +204,38 @@ class MicroBatch:
                 input_ids, copies = input_ids[real][None], copies[real][None]
                 positions = np.broadcast_to(time, real.shape)[real][None]
                 shared = Segments.of_sequences(total)
+        horizon = int(responses.max(initial=0))
         return cls(
-            rows=np.asarray(rows),
+            rows=torch.as_tensor(np.asarray(rows, dtype=np.int64)),
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
             position_ids=None if positions is None else torch.from_numpy(positions),
             at=torch.from_numpy(at),
             targets=torch.from_numpy(response_ids),
-            response_lengths=responses,
+            padded_at=torch.from_numpy(np.repeat(np.arange(len(part)) * horizon, responses) + within),
+            horizon=horizon,
             copies=torch.from_numpy(copies),
+            tokens=int(copies.sum()),
             shared=shared,
         )
 
-    @property
-    def horizon(self) -> int:
-        """Length of the longest response, in tokens."""
-        return int(self.response_lengths.max(initial=0))
+    def to(self, device: torch.device) -> MicroBatch:
+        """Returns the micro-batch on a device."""
+        return replace(
+            self,
+            rows=accelerator.placed(self.rows, device),
+            input_ids=accelerator.placed(self.input_ids, device),
+            position_ids=None if self.position_ids is None else accelerator.placed(self.position_ids, device),
+            at=accelerator.placed(self.at, device),
+            targets=accelerator.placed(self.targets, device),
+            padded_at=accelerator.placed(self.padded_at, device),
+            copies=accelerator.placed(self.copies, device),
+            shared=None if self.shared is None else self.shared.to(device),
+        )
 
     def padded(self, per_token: Float[Tensor, " tokens"]) -> Float[Tensor, "micro response"]:
         """Pads values of the response tokens, shape (tokens,), with 0 to shape (micro-batch, response)."""
-        import torch
-
-        lengths = torch.from_numpy(self.response_lengths).to(per_token.device)
-        real = torch.arange(self.horizon, device=per_token.device)[None, :] < lengths[:, None]
-        return per_token.new_zeros(real.shape).masked_scatter(real, per_token)
+        flat = per_token.new_zeros(len(self.rows) * self.horizon).index_copy(0, self.padded_at, per_token)
+        return flat.view(len(self.rows), self.horizon)
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from ratchet.rlhf.algorithms.objectives import Objective
     from ratchet.rlhf.config.sections import Dtype, Kernels
 
-LossOf = Callable[[int, "dict[str, Tensor]"], "Tensor"]
-"""Computes the loss of a micro-batch from its number and outputs."""
+LossOf = Callable[[int, MicroBatch, "dict[str, Tensor]"], "Tensor"]
+"""Computes the loss of a micro-batch on the device from its number and outputs."""
 WORTH_SHARING = 0.95
 """Prompts are shared if that shrinks micro-batches to at most this share of their padded size."""
 KEYS_PER_TOKEN = 8
@@ -258,12 +258,16 @@ class ModelEngine(InferenceEngine, ABC):
         flat = [{name: np.zeros(of_batch[-1], dtype=np.float32) for name in names} for of_batch in starts]
         # rounding depends on the rows of a micro-batch, so none mixes two batches; they are only dealt together
         micro_batches = self._dealt(batches, micro_batch_tokens)
-        computed = self._outputs([micro for *_, micro in micro_batches], names, temperature)
-        for (number, rows, _), values_by_name in zip(micro_batches, computed, strict=True):
+        # all outputs leave a GPU together, so that it never waits for the host in between
+        computed = list(self._outputs([micro for *_, micro in micro_batches], names, temperature))
+        columns = {name: [values[name] for values in computed] for name in names}
+        on_host = {name: torch.cat(values).cpu().numpy() for name, values in columns.items() if values}
+        begins = np.cumsum([0, *(len(micro.targets) for *_, micro in micro_batches)])
+        for (number, rows, _), first in zip(micro_batches, begins, strict=False):
             begin, end = starts[number][:-1], starts[number][1:]
             where = np.concatenate([np.arange(begin[row], end[row]) for row in rows] or [np.arange(0)])
             for name in names:
-                flat[number][name][where] = values_by_name[name].cpu().numpy()[: len(where)] if self.counts else 0
+                flat[number][name][where] = on_host[name][first : first + len(where)] if self.counts else 0
         return [
             {name: ragged(self._from_all(values), of_batch) for name, values in by_name.items()}
             for by_name, of_batch in zip(flat, lengths, strict=True)
@@ -288,7 +292,8 @@ class ModelEngine(InferenceEngine, ABC):
         """Takes one optimizer step with the gradient of the whole mini-batch; returns the metrics by name."""
         normalizers = LossNormalizers.of(mini_batch.padded("loss_mask"))
         micro_batches = list(self._micro_batches(mini_batch, plan.micro_batch_tokens, objective.together))
-        columns = {name: mini_batch.padded(name).float().to(self.device) for name in objective.columns}
+        padded = {name: mini_batch.padded(name).float() for name in objective.columns}
+        columns = {name: accelerator.placed(values, self.device) for name, values in padded.items()}
         # a selection compares all tokens of the mini-batch, so it needs their outputs first
         if objective.selection is not None:
             whole = self._whole(micro_batches, objective, plan, normalizers)
@@ -297,16 +302,16 @@ class ModelEngine(InferenceEngine, ABC):
         tokens = int((mini_batch.lengths("prompt_ids") + np.maximum(mini_batch.lengths("response_ids") - 1, 0)).sum())
         sums: dict[str, Tensor] = {}
 
-        def loss_of(number: int, outputs: dict[str, Tensor]) -> Tensor:
-            rows, micro = micro_batches[number]
-            part = {name: column[micro.rows, : micro.horizon] for name, column in columns.items()}
+        def loss_of(number: int, micro: MicroBatch, outputs: dict[str, Tensor]) -> Tensor:
+            rows, _ = micro_batches[number]
+            part = {name: column.index_select(0, micro.rows)[:, : micro.horizon] for name, column in columns.items()}
             balance = outputs.pop(ROUTER_LOSS, None)
             loss, metrics = objective(
                 {name: micro.padded(values) for name, values in outputs.items()}, part, normalizers
             )
             if router is not None and balance is not None:
                 # weighted by the micro-batch's share of the tokens, because it is a mean over tokens
-                balance = balance * (int(micro.copies.sum()) / tokens)
+                balance = balance * (micro.tokens / tokens)
                 loss = loss + router.coefficient * balance
                 metrics = {**metrics, f"{objective.prefix}/{ROUTER_LOSS}": balance}
             for name, value in metrics.items():
@@ -342,8 +347,9 @@ class ModelEngine(InferenceEngine, ABC):
         `names` are the outputs that the loss reads; `with_router` adds the router's auxiliary loss.
         """
         for number, micro in enumerate(micro_batches):
-            outputs = self._forward(micro, names, temperature, with_router=with_router)
-            self._backward(loss_of(number, outputs), last=number == len(micro_batches) - 1)
+            here = micro.to(self.device)
+            outputs = self._forward(here, names, temperature, with_router=with_router)
+            self._backward(loss_of(number, here, outputs), last=number == len(micro_batches) - 1)
 
     def _outputs(
         self, micro_batches: Sequence[MicroBatch], names: tuple[str, ...], temperature: float
@@ -351,11 +357,11 @@ class ModelEngine(InferenceEngine, ABC):
         """Yields the outputs of micro-batches, without gradients."""
         for micro in micro_batches:
             with torch.no_grad():
-                yield self._forward(micro, names, temperature)
+                yield self._forward(micro.to(self.device), names, temperature)
 
     def _summed(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Sums metrics over the ranks."""
-        return {name: ranks.summed(value).item() for name, value in sums.items()}
+        return dict(zip(sums, ranks.summed(torch.stack(list(sums.values()))).tolist(), strict=True)) if sums else {}
 
     def _whole(
         self,
@@ -370,8 +376,10 @@ class ModelEngine(InferenceEngine, ABC):
         whole = {name: torch.zeros((total_rows, normalizers.horizon), device=self.device) for name in objective.outputs}
         computed = self._outputs([micro for _, micro in micro_batches], objective.outputs, plan.temperature)
         for (rows, micro), outputs in zip(micro_batches, computed, strict=True):
+            here = micro.to(self.device)
             for name, values in outputs.items():
-                whole[name][rows, : micro.horizon] = micro.padded(values)[: len(rows)] if self.counts else 0
+                padded = here.padded(values)[: len(rows)] if self.counts else 0
+                whole[name][here.rows[: len(rows)], : micro.horizon] = padded
         return {name: ranks.summed(values) for name, values in whole.items()}
 
     def _dealt(self, batches: Sequence[TrajectoryBatch], budget: int) -> list[tuple[int, np.ndarray, MicroBatch]]:
@@ -452,16 +460,14 @@ class ModelEngine(InferenceEngine, ABC):
     def _forward(
         self, micro: MicroBatch, outputs: Iterable[str], temperature: float, *, with_router: bool = False
     ) -> dict[str, Tensor]:
-        """Computes outputs by name, shape (response tokens of the micro-batch,).
+        """Computes outputs by name, shape (response tokens of the micro-batch,), of a micro-batch on the device.
 
         `with_router` adds the scalar `router_aux_loss`.
         """
         assert not self.weights_buffers.in_use, "the weights are not on the device"
-        positions = None if micro.position_ids is None else micro.position_ids.to(self.device)
-        input_ids, at, targets = (tensor.to(self.device) for tensor in (micro.input_ids, micro.at, micro.targets))
-        shared = None if micro.shared is None else micro.shared.to(self.device)
-        copies = micro.copies.to(self.device) if with_router else None
-        return self._call(input_ids, positions, at, targets, temperature, tuple(outputs), shared, copies)
+        copies = micro.copies if with_router else None
+        ids, positions, shared = micro.input_ids, micro.position_ids, micro.shared
+        return self._call(ids, positions, micro.at, micro.targets, temperature, tuple(outputs), shared, copies)
 
     def _from_all(self, values: np.ndarray) -> np.ndarray:
         """Combines the values of all ranks, each of which has filled in its own rows and left the others 0."""

@@ -31,7 +31,7 @@ from ratchet.rlhf.errors import NotFinite, UserError
 from ratchet.rlhf.models.loading import load_actor, load_reward_model
 from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.train.engine import OptimizerPlan, TrainEngine
-from ratchet.rlhf.train.model_engine import ModelEngine
+from ratchet.rlhf.train.model_engine import ModelEngine, float32_model
 from ratchet.rlhf.train.reward_engine import RewardEngine
 from ratchet.rlhf.weights.stored_state import StoredState
 from tests import tiny
@@ -168,7 +168,7 @@ def test_two_processes_train_a_mixture_of_experts(
     for weights, _ in ranks(run_weights, mixture, "float32"):
         expected = dict(one.weights())
         assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+        assert all(torch.equal(weights[name], tensor.cpu()) for name, tensor in expected.items())
     files = assert_two_do_what_one_does(mixture, one, batch, ranks, tmp_path)
     experts = {name for name in StoredState.of(files).weights if ".experts." in name}
     assert len(experts) == 2 * 4 * 3, "each matrix of each expert of each layer is a tensor"
@@ -233,6 +233,7 @@ def assert_two_do_what_one_does(
     # two processes wrote it: one process, of another engine, goes on from it
     files = together(told)
     loaded = ENGINES["torch"](kind.folder, kind.head)
+    assert isinstance(loaded, ModelEngine)
     loaded.load_state(StoredState.of(files))
     assert loaded.digest() == told[0]["digest"]
     assert_same_update(loaded, one)
@@ -240,12 +241,12 @@ def assert_two_do_what_one_does(
     # and it is a model folder
     auto = AutoModelForTokenClassification if kind.head == "value" else AutoModelForCausalLM
     exported = auto.from_pretrained(folder_of(files, folder), dtype=torch.float32)
-    trained = dict(loaded.model.named_parameters())  # type: ignore[attr-defined]
+    trained = dict(loaded.model.named_parameters())
     assert exported.state_dict().keys() >= trained.keys()
-    assert all(torch.equal(exported.get_parameter(name), parameter) for name, parameter in trained.items())
+    assert all(torch.equal(exported.get_parameter(name), parameter.cpu()) for name, parameter in trained.items())
     tokens = torch.tensor([[5, 9, 30, 31, 7]])
     with torch.no_grad():  # a product with a vector adds in an order that depends on where the weights lie in memory
-        found, expected = exported(tokens).logits, loaded.model(tokens).logits  # type: ignore[attr-defined]
+        found, expected = exported(tokens).logits, float32_model(loaded).cpu()(tokens).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     return files
 
@@ -330,7 +331,7 @@ def test_a_rollout_gets_all_weights_in_its_type_from_each_rank(
     for in_type, held in ranks(run_weights, kind, dtype):
         assert in_type.keys() == held.keys() == one.keys()
         for name, tensor in in_type.items():
-            assert torch.equal(held[name], one[name])
+            assert torch.equal(held[name], one[name].cpu())
             assert tensor.dtype == getattr(torch, dtype)
             assert torch.equal(tensor, held[name].to(tensor.dtype)), "rounded once"
 
