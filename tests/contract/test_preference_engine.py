@@ -78,7 +78,7 @@ def test_a_step_is_that_of_all_pairs(budget: int, packing: bool, folder: Path, p
         moment = engine.optimizer.state[engine.parameters[name]]["exp_avg"] / (1 - 0.8)
         assert parameter.grad is not None
         largest = parameter.grad.abs().max().item()
-        torch.testing.assert_close(moment, parameter.grad, rtol=1e-3, atol=1e-4 * largest)
+        torch.testing.assert_close(moment.cpu(), parameter.grad, rtol=1e-3, atol=1e-4 * largest)
 
 
 def test_bradley_and_terry_by_hand() -> None:

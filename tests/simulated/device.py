@@ -173,6 +173,7 @@ def enable(size: int = 80 * GIB) -> None:
         _library = importlib.util.module_from_spec(spec)
         loader.exec_module(_library)
         torch.distributed.Backend.register_backend("simccl", _group, devices=[NAME])
+        torch.distributed.ProcessGroupNCCL = _NCCL  # type: ignore[attr-defined]
         _fsdp_init._move_states_to_device = _move_states_to_device
     _library.set_size(size)
 
@@ -185,6 +186,16 @@ def _move_states_to_device(parameters: list[Tensor], buffers: list[Tensor], devi
             if isinstance(tensor, torch.nn.Parameter):
                 moved = torch.nn.Parameter(moved, tensor.requires_grad)
             torch.utils.swap_tensors(tensor, moved)
+
+
+class _NCCL:
+    """Stands for `ProcessGroupNCCL`."""
+
+    class Options:
+        _timeout: timedelta
+
+    def __new__(cls, store: Any, rank: int, count: int, options: Options) -> Any:
+        return _group(store, rank, count, options._timeout)
 
 
 def _group(store: Any, rank: int, count: int, timeout: timedelta) -> Any:

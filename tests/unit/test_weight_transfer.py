@@ -121,7 +121,7 @@ def run_transfers(adapter_config: bytes | None) -> tuple[int, list[tuple[bytes |
     """The last rank sends to the others, twice; returns what was sent and received."""
     from ratchet.rlhf.distributed import ranks
 
-    buckets.BUCKET_BYTES = {"cpu": 5000}
+    buckets.BUCKET_BYTES = dict.fromkeys(buckets.BUCKET_BYTES, 5000)
     count = ranks.count()
     sends = ranks.rank() == count - 1
     rendezvous = Rendezvous("127.0.0.1", 600) if sends else None
@@ -162,7 +162,7 @@ def run_files(folder: Path) -> dict[str, Tensor]:
     """The receiver writes what arrives to files, as for a server: buckets use the same memory again."""
     from ratchet.rlhf.distributed import ranks
 
-    buckets.BUCKET_BYTES = {"cpu": 5000}
+    buckets.BUCKET_BYTES = dict.fromkeys(buckets.BUCKET_BYTES, 5000)
     sends = ranks.rank() == 1
     rendezvous = Rendezvous("127.0.0.1", 600) if sends else None
     url = ranks.gathered(None if rendezvous is None else rendezvous.url)[-1]

@@ -1,0 +1,61 @@
+"""Suites on a simulated GPU, whose memory is not the host's (tests/simulated), each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulated.device import library
+
+ROOT = Path(__file__).parents[2]
+ENGINES = "(torch or fsdp) and not megatron and not zero and not deepspeed"
+
+
+def run(*arguments: str) -> None:
+    library()
+    options = ["-p", "tests.simulated.plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_what_it_finds_and_how_often_engines_wait() -> None:
+    run("tests/contract/on_simgpu.py")
+
+
+@pytest.mark.slow
+def test_what_every_engine_promises() -> None:
+    run("tests/contract/test_train_engines.py", "-k", ENGINES)
+
+
+@pytest.mark.slow
+def test_layouts_of_several_processes() -> None:
+    run("tests/contract/test_layouts.py", "-k", "not megatron and not zero and not deepspeed")
+
+
+OTHERS = (
+    *("contract/test_lora.py", "contract/test_preference_engine.py"),
+    *("unit/test_checkpointing.py", "unit/test_generation.py", "unit/test_host_buffers.py", "unit/test_log_probs.py"),
+    *("unit/test_prefix_sharing.py", "unit/test_reward_model.py", "unit/test_skeleton.py", "unit/test_state_digest.py"),
+    *("unit/test_stored_state.py", "unit/test_token_outputs.py", "unit/test_weight_transfer.py", "unit/test_worker.py"),
+)
+
+
+@pytest.mark.slow
+def test_generation_adapters_weights_and_state() -> None:
+    run(*(f"tests/{suite}" for suite in OTHERS), "-k", "not megatron and not zero and not deepspeed")
+
+
+def test_one_module_names_cuda() -> None:
+    """Another accelerator, and the simulated one, would not be seen elsewhere."""
+    only = ROOT / "rlhf/distributed/accelerator.py"
+    sources = [path for folder in ("flows", "tasks", "rlhf", "infra") for path in (ROOT / folder).rglob("*.py")]
+    assert only in sources
+    for path in sources:
+        if path != only:
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                assert "torch.cuda" not in line and ".is_cuda" not in line, f"{path}:{number} should ask {only.name}"
