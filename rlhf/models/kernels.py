@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 LIGER = (0, 8, 2)
 """The first release of liger-kernel whose linear cross-entropy gives each token its own gradient."""
 
+PROGRAMS = 64
+"""Largest number of programs of one kind of layer: each model and layout of micro-batches needs a few, with gradients
+and without. It is an argument of each layer, because PyTorch's setting holds only for the thread that makes it, and
+checkpointed layers are recomputed in a GPU's own thread."""
+
 
 def check_liger(model_type: str) -> None:
     """Raises UserError if Liger is not installed, or has no kernels for an architecture, named as in transformers."""
@@ -41,11 +46,9 @@ def compile_layers(model: PreTrainedModel) -> None:
     """Compiles each layer, in place, on its first forward pass; layers of one kind are compiled together."""
     import torch
 
-    # layers share programs; each model and layout of micro-batches needs a few, with gradients and without
-    torch._dynamo.config.recompile_limit = 64
     for layer in layers(model):
         # `forward` only: hooks of a layer, such as those that gather its weights, stay outside
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = torch.compile(layer.forward, recompile_limit=PROGRAMS)
 
 
 def as_written(model: PreTrainedModel) -> AbstractContextManager[None]:

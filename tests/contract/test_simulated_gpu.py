@@ -50,6 +50,11 @@ def test_generation_adapters_weights_and_state() -> None:
     run(*(f"tests/{suite}" for suite in OTHERS), "-k", "not megatron and not zero and not deepspeed")
 
 
+@pytest.mark.slow
+def test_whole_runs_that_are_killed_and_resumed() -> None:
+    run("tests/integration/test_train.py", "-k", "not a_replay_that_differs")  # which is an error on a CPU only
+
+
 def test_one_module_names_cuda() -> None:
     """Another accelerator, and the simulated one, would not be seen elsewhere."""
     only = ROOT / "rlhf/distributed/accelerator.py"

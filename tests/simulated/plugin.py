@@ -1,8 +1,11 @@
-"""Gives the simulated GPU to a whole run of pytest: `python -m pytest -p tests.simulated.plugin`."""
+"""`python -m pytest -p tests.simulated.plugin` gives the simulated GPU to pytest and to all processes that it starts."""
 
 import os
+from pathlib import Path
 
 from tests.simulated import device
 
-os.environ[device.VARIABLE] = "1"
 device.enable()
+os.environ[device.VARIABLE] = "1"
+root, everywhere = Path(__file__).parents[2], Path(__file__).parent / "everywhere"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(everywhere), str(root), os.environ.get("PYTHONPATH", "")])

@@ -7,11 +7,17 @@
 // - A copy to pinned memory that does not block arrives at the next synchronization; until then there is NaN.
 // - There is a limit to its memory, and a peak.
 // - The backward pass runs in a thread of its own.
+//
+// Hollow, it has shapes only: its memory is counted but never written, operations compute the shapes of their results,
+// numbers read from it are one, and other ranks' processes need not exist. So models of any size run in seconds.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/DispatchStub.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/alias_native.h>
@@ -26,9 +32,22 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <sys/mman.h>
+
 #include <map>
 #include <mutex>
 #include <unordered_set>
+
+int64_t attention_choice(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor&, const std::optional<at::Tensor>& mask,
+    double dropout, bool, std::optional<double>, bool) {
+  bool is_kernel = dropout == 0.0 && query.dim() == 4 && query.size(1) == key.size(1) && !(mask && mask->requires_grad());
+  return static_cast<int64_t>(is_kernel ? sdp::SDPBackend::overrideable : sdp::SDPBackend::math);
+}
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_choice)
+}
 
 namespace {
 
@@ -36,6 +55,7 @@ constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 const c10::Device DEVICE(TYPE, 0);
 const c10::Stream STREAM(c10::Stream::DEFAULT, DEVICE);
 std::mutex mutex;
+bool hollow = false;
 
 // Reports.
 
@@ -51,6 +71,19 @@ void report(const char* kind, const std::string& operation, int64_t bytes) {
 
 // Memory.
 
+constexpr size_t HEADER = 64;  // holds a block's size, and keeps what follows aligned
+
+/// Reserves addresses of the host, which take no memory until they are written.
+char* reserve(size_t bytes) {
+  auto* block = mmap(
+      nullptr, bytes + HEADER, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  TORCH_CHECK(block != MAP_FAILED, "the host has no ", bytes, " bytes of addresses");
+  *static_cast<size_t*>(block) = bytes;
+  return static_cast<char*>(block);
+}
+
+size_t size_of(void* block) { return *static_cast<size_t*>(block); }
+
 struct Allocator final : c10::DeviceAllocator {
   size_t allocated = 0, peak = 0, size = size_t(80) << 30;
 
@@ -64,12 +97,9 @@ struct Allocator final : c10::DeviceAllocator {
       allocated += bytes;
       peak = std::max(peak, allocated);
     }
-    // the size is kept before the memory, which stays aligned
-    auto* block = static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64));
-    TORCH_CHECK(block != nullptr, "the host has no ", bytes, " bytes");
-    *reinterpret_cast<size_t*>(block) = bytes;
-    std::memset(block + 64, 0xFF, bytes);
-    return {block + 64, block, &release, DEVICE};
+    auto* block = reserve(bytes);
+    if (!hollow) std::memset(block + HEADER, 0xFF, bytes);
+    return {block + HEADER, block, &release, DEVICE};
   }
   static void release(void* block);
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -97,19 +127,21 @@ void Allocator::release(void* block) {
   if (block == nullptr) return;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    allocator.allocated -= *static_cast<size_t*>(block);
+    allocator.allocated -= size_of(block);
   }
-  std::free(block);
+  munmap(block, size_of(block) + HEADER);
 }
 
 struct PinnedAllocator final : c10::Allocator {
   std::map<const char*, size_t> blocks;
+  size_t allocated = 0;
 
   c10::DataPtr allocate(size_t bytes) override {
-    auto* block = static_cast<char*>(std::aligned_alloc(64, (bytes + 64) / 64 * 64));
+    auto* block = reserve(bytes);
     std::lock_guard<std::mutex> lock(mutex);
-    blocks[block] = bytes;
-    return {block, block, &release, c10::Device(c10::DeviceType::CPU)};
+    blocks[block + HEADER] = bytes;
+    allocated += bytes;
+    return {block + HEADER, block, &release, c10::Device(c10::DeviceType::CPU)};
   }
   static void release(void* block);
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -128,9 +160,10 @@ PinnedAllocator pinned;
 void PinnedAllocator::release(void* block) {
   {
     std::lock_guard<std::mutex> lock(mutex);
-    pinned.blocks.erase(static_cast<char*>(block));
+    pinned.blocks.erase(static_cast<char*>(block) + HEADER);
+    pinned.allocated -= size_of(block);
   }
-  std::free(block);
+  munmap(block, size_of(block) + HEADER);
 }
 
 /// Returns a CPU tensor over the memory of a device's tensor.
@@ -214,7 +247,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto data = allocator.allocate(bytes);
-    if (bytes && storage.nbytes()) std::memcpy(data.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    if (!hollow && bytes && storage.nbytes()) std::memcpy(data.get(), storage.data(), std::min(bytes, storage.nbytes()));
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
   }
@@ -241,14 +274,25 @@ at::Tensor& set_storage(
   return at::native::set_storage_cpu_(self, std::move(source), offset, sizes, strides);
 }
 
+constexpr size_t SMALL = size_t(1) << 20;  // larger memory of the host is not written either
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  bool waits = !(non_blocking && pinned.holds((to.device().type() == TYPE ? from : to).storage().data()));
+  if (hollow) {
+    if (to.device().type() == TYPE) {
+      if (from.device().type() != TYPE) report(waits ? "to device" : "to device, later", "copy", to.nbytes());
+    } else {
+      report(waits ? "to host" : "to host, later", "copy", to.nbytes());
+      if (to.nbytes() < SMALL) to.zero_();
+    }
+    return to;
+  }
   if (from.device().type() == TYPE && to.device().type() == TYPE) {
     host_view(to).copy_(host_view(from));
   } else if (to.device().type() == TYPE) {
-    bool waits = !(non_blocking && pinned.holds(from.storage().data()));
     report(waits ? "to device" : "to device, later", "copy", to.nbytes());
     host_view(to).copy_(from);
-  } else if (non_blocking && pinned.holds(to.storage().data())) {
+  } else if (!waits) {
     report("to host, later", "copy", to.nbytes());
     auto bytes = host_view(from).clone();
     if (to.is_contiguous()) std::memset(to.mutable_data_ptr(), 0xFF, to.nbytes());
@@ -269,11 +313,66 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 at::Scalar local_scalar(const at::Tensor& self) {
   synchronize("item");
+  if (hollow) return at::isFloatingType(self.scalar_type()) ? at::Scalar(1.0) : at::Scalar(int64_t(1));
   return at::native::_local_scalar_dense_cpu(host_view(self));
+}
+
+// Attention that keeps no matrix of all pairs, as a GPU's does.
+
+at::Tensor on_device(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  auto placed = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(DEVICE));
+  if (!hollow) host_view(placed).copy_(tensor);
+  return placed;
+}
+
+using Attended = std::tuple<
+    at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
+
+Attended attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
+    double dropout, bool is_causal, bool, std::optional<double> scale) {
+  at::Tensor out, logsumexp;
+  if (hollow) {
+    auto sizes = query.sizes().vec();
+    sizes.back() = value.size(-1);
+    // laid out as the kernels of GPUs do: tokens before heads
+    out = at::empty({sizes[0], sizes[2], sizes[1], sizes[3]}, query.options()).transpose(1, 2);
+    logsumexp = at::empty({sizes[0], sizes[1], sizes[2]}, query.options().dtype(at::kFloat));
+  } else {
+    std::optional<at::Tensor> bias = mask ? std::optional<at::Tensor>(host_view(*mask)) : std::nullopt;
+    if (bias && bias->scalar_type() == at::kBool)
+      bias = at::zeros(bias->sizes(), query.scalar_type()).masked_fill(bias->logical_not(), -INFINITY);
+    auto [o, l] = at::_scaled_dot_product_flash_attention_for_cpu(
+        host_view(query), host_view(key), host_view(value), dropout, is_causal, bias, scale);
+    out = on_device(o);
+    logsumexp = on_device(l);
+  }
+  auto none = at::empty({0}, query.options().dtype(at::kLong));
+  return {out, logsumexp, at::Tensor(), at::Tensor(), query.size(2), key.size(2), none, none, at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
+    const at::Tensor& gradient, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& mask, std::array<bool, 4>, const at::Tensor& out, const at::Tensor& logsumexp, const at::Tensor&,
+    const at::Tensor&, c10::SymInt, c10::SymInt, double dropout, bool is_causal, const at::Tensor&, const at::Tensor&,
+    std::optional<double> scale) {
+  if (hollow) return {at::empty_like(query), at::empty_like(key), at::empty_like(value), at::Tensor()};
+  std::optional<at::Tensor> bias;
+  if (mask.defined()) {
+    bias = host_view(mask);
+    if (bias->scalar_type() == at::kBool)
+      bias = at::zeros(bias->sizes(), query.scalar_type()).masked_fill(bias->logical_not(), -INFINITY);
+  }
+  auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      host_view(gradient), host_view(query), host_view(key), host_view(value), host_view(out), host_view(logsumexp),
+      dropout, is_causal, bias, scale);
+  return {on_device(q), on_device(k), on_device(v), at::Tensor()};
 }
 
 /// Counts integers, too, as CUDA's does and the CPU's does not.
 at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  if (hollow) return at::empty({bins}, self.options());
   auto counts = at::histc(host_view(self).to(at::kDouble), bins, least, most).to(self.scalar_type());
   auto placed = at::empty(counts.sizes(), counts.options().device(DEVICE));
   host_view(placed).copy_(counts);
@@ -291,6 +390,11 @@ bool waits(const std::string& name, const std::vector<at::Tensor>& arguments) {
   for (size_t number = 1; number < arguments.size(); number++)
     if (arguments[number].scalar_type() == at::kBool && arguments[number].dim()) return true;
   return false;
+}
+
+/// Returns a tensor without memory, of the same shape.
+at::Tensor shape_of(const at::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
 struct Argument {
@@ -317,7 +421,7 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     TORCH_CHECK(
         tensor.numel() == 0 || tensor.storage().data() != nullptr, op.operator_name(),
         " reads memory of the device that was freed");
-    arguments.push_back({tensor, host_view(tensor)});
+    arguments.push_back({tensor, hollow ? shape_of(tensor) : host_view(tensor)});
     return arguments.back().host;
   };
   for (size_t number = 0; number < count; number++) {
@@ -334,16 +438,21 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         tensors.push_back(tensor ? std::optional<at::Tensor>(host(*tensor)) : std::nullopt);
       value = tensors;
     } else if (value.isDevice()) {
-      value = c10::Device(c10::DeviceType::CPU);
+      value = c10::Device(hollow ? c10::DeviceType::Meta : c10::DeviceType::CPU);
     }
   }
   if (waits(c10::toString(op.operator_name()), all)) synchronize(schema.name().c_str());
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  if (hollow) {
+    // some shapes are computed by Python, which looks for the keys itself
+    op.callBoxedForDispatchKey(c10::DispatchKey::Meta, *stack);
+  } else {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
 
   for (auto& argument : arguments) {  // outputs that the kernel gave their size
     if (argument.host.sizes() == argument.device.sizes()) continue;
     argument.device.resize_(argument.host.sizes());
-    host_view(argument.device).copy_(argument.host);
+    if (!hollow) host_view(argument.device).copy_(argument.host);
   }
   auto device = [&](const at::Tensor& tensor) -> at::Tensor {
     if (!tensor.defined()) return tensor;
@@ -353,7 +462,7 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         return argument.device.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
     }
     auto placed = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(DEVICE));
-    host_view(placed).copy_(tensor);
+    if (!hollow) host_view(placed).copy_(tensor);
     return placed;
   };
   for (size_t number = stack->size() - schema.returns().size(); number < stack->size(); number++) {
@@ -385,6 +494,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("histc", &histc);
+  m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
   // where there is no kernel, PyTorch reads the sizes of the groups on the host
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&compute>());
   m.impl("record_stream", [](at::Tensor&, at::Stream) {});
@@ -527,6 +638,8 @@ PYBIND11_MODULE(simgpu, m) {
     Py_XDECREF(callback);
     callback = function.is_none() ? nullptr : function.inc_ref().ptr();
   });
+  m.def("set_hollow", [](bool value) { hollow = value; });
+  m.def("pinned", [] { return pinned.allocated; });
   m.def("set_size", [](size_t bytes) { allocator.size = bytes; });
   m.def("group", [](const c10::intrusive_ptr<c10d::Backend>& host) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Group>(host);
