@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from ratchet.rlhf.errors import UserError, in_one_line
@@ -187,6 +187,11 @@ def tools_of(row: Mapping[str, Any], where: str) -> Tools:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(f"{where}: tools should be {SCHEMAS}, and tools[{number}] is {_shown(tool)}")
     return tuple(tools)
+
+
+def tools_column(tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Encodes schemas for a column `tools`, which `tools_of` reads; None if there are none."""
+    return json.dumps(tools, ensure_ascii=False) if tools else None
 
 
 def text_of(message: Message) -> str:
