@@ -348,7 +348,9 @@ def _metadata(pair: Mapping[str, Any], side: str) -> Metadata:
 def _preference(chat: Chat, chosen: str, rejected: str) -> dict[str, Any]:
     prompt = [{"role": message["role"], "content": message["content"]} for message in chat.messages]
     answers = {"chosen": chosen, "rejected": rejected}
-    return {"prompt": prompt, "tools": tools_column(chat.tools)} | {side: [{"role": "assistant", "content": text}] for side, text in answers.items()}
+    return {"prompt": prompt, "tools": tools_column(chat.tools)} | {
+        side: [{"role": "assistant", "content": text}] for side, text in answers.items()
+    }
 
 
 def _cut(items: list[T], size: int) -> tuple[list[T], list[T]]:

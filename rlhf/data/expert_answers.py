@@ -70,7 +70,7 @@ class ExpertAnswers:
         by_prompt: dict[bytes, list[int]] = defaultdict(list)
         too_long = 0
         for number in range(len(self)):
-            where, (messages, tools), text = self._row(number)
+            _, (messages, tools), text = self._row(number)
             if len(_answer_ids(text, tokenizer)) > max_tokens:
                 too_long += 1
             else:

@@ -68,7 +68,7 @@ class PromptRow(NamedTuple):
     answer: str | list[dict[str, Any]] | None
     """The response in the row, if any: its text, or its tool calls."""
     columns: dict[str, Any]
-    """The columns that are neither the messages nor in verl's layout; `tools`, if there are any, as a list."""
+    """The columns that are neither the messages nor in verl's layout; `tools` is a list."""
     unseen: tuple[str, ...]
     """Those of them that may belong to the prompt, and are not shown to the model."""
 
@@ -102,7 +102,7 @@ def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
     if not any(text_of(message).strip() for message in messages):
         raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
     others, tools = {name: value for name, value in row.items() if name not in (column, *LAYOUT)}, tools_of(row, where)
-    others |= {"tools": list(tools)} if tools else {}
+    others |= {"tools": list(tools)} if "tools" in row else {}
     return PromptRow(messages, tools, isinstance(row[column], str), answer, others, unseen_columns(row, messages))
 
 

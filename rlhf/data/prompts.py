@@ -23,7 +23,17 @@ from ratchet.rlhf.data import drawing, files
 from ratchet.rlhf.data.chat_turns import CONTENT, Rendered, around_content, render_contents, state_of, token_ids
 from ratchet.rlhf.data.drawing import Drawn
 from ratchet.rlhf.data.folders import data_files, name_of
-from ratchet.rlhf.data.formats import SHAREGPT, THOUGHTS, Chat, Messages, Tools, question_of, text_of, truth_of
+from ratchet.rlhf.data.formats import (
+    SHAREGPT,
+    THOUGHTS,
+    Chat,
+    Messages,
+    Tools,
+    question_of,
+    text_of,
+    tools_column,
+    truth_of,
+)
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -69,7 +79,7 @@ class Prompt:
 
     def size(self, system_prompt: str | None) -> int:
         """Returns the size of the messages' contents and the tools, in bytes."""
-        texts = [*map(text_of, self.after(system_prompt)), *(json.dumps(tool, ensure_ascii=False) for tool in self.tools)]
+        texts = [*map(text_of, self.after(system_prompt)), tools_column(self.tools) or ""]
         return sum(len(text.encode()) for text in texts)
 
     @property

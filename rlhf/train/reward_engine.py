@@ -54,9 +54,7 @@ class RewardEngine:
 
     def scores(self, conversations: Sequence[tuple[Chat, str]], *, micro_batch_tokens: int) -> list[float]:
         """Scores responses with a sequence classifier; `conversations` are pairs of prompt and response."""
-        ids = [
-            self._tokens(with_response(chat, response, self.tokenizer)[0]).ids for chat, response in conversations
-        ]
+        ids = [self._tokens(with_response(chat, response, self.tokenizer)[0]).ids for chat, response in conversations]
         scores: dict[int, float] = {}
         for rows, logits in self._logits(ids, micro_batch_tokens):
             scores |= dict(zip(rows.tolist(), self._read(logits), strict=True))
