@@ -31,7 +31,7 @@ def tool(name: str) -> dict[str, Any]:
 
 def rows() -> list[dict[str, Any]]:
     """Prompts with one tool, two tools and none."""
-    offered = ([tool("add")], json.dumps([tool("add"), tool("now")]), [])
+    offered: tuple[object, ...] = ([tool("add")], json.dumps([tool("add"), tool("now")]), [])
     return [
         {"prompt": [{"role": "user", "content": f"{number}?"}], "tools": offered[number % 3]} for number in range(6)
     ]

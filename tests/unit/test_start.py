@@ -222,8 +222,9 @@ def test_prompts_that_call_tools_are_rendered_or_refused_by_their_row(root: Path
 def test_the_policy_sees_the_tools_of_a_row_or_the_start_is_refused(root: Path, tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "add", "description": "<eos>", "parameters": {"type": "object"}}}
     path, template = tmp_path / "tools.jsonl", tmp_path / "template.jinja"
+    offered: tuple[object, ...] = (json.dumps([tool]), [], None)
     row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}
-    path.write_text("".join(json.dumps({**row, "tools": tools}) + "\n" for tools in (json.dumps([tool]), [], None)))
+    path.write_text("".join(json.dumps({**row, "tools": tools}) + "\n" for tools in offered))
     template.write_text("{{ tools | tojson if tools }}" + tiny.CHAT_TEMPLATE)
     changes: dict[str, Any] = {"data__train": [str(path)], "reward__function": "length"}
     fix = "set model.chat_template, choose a model that was trained to call tools, or rename the column"
