@@ -30,7 +30,7 @@ from ratchet.rlhf import consent, seeding
 from ratchet.rlhf.config import JudgeConfig, RewardTraining, RunConfig, overridden, validated
 from ratchet.rlhf.data.examples import pair_of
 from ratchet.rlhf.data.files import read
-from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.formats import Chat, tools_column, tools_of
 from ratchet.rlhf.data.labels import LABELING_CONFIG, Labels, Preferred, label_studio_tasks, read_labels
 from ratchet.rlhf.errors import UserError, counted
 from ratchet.rlhf.rewards import judge
@@ -42,7 +42,7 @@ from ratchet.tasks.analysis.plan import fork_run, latest_point
 SPEC, VERDICT = "relabel.json", "verdict.json"
 PAIRS, TASKS, INTERFACE = "pairs.parquet", "label_studio.json", "label_studio.xml"
 LABELS, TRAIN, HELD_OUT = "labels.parquet", "train.parquet", "held_out.parquet"
-PREFERENCES = pa.schema({"prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES})
+PREFERENCES = pa.schema({"prompt": MESSAGES, "tools": pa.string(), "chosen": MESSAGES, "rejected": MESSAGES})
 DETERMINED = ("run", "model", "data", "validation", "output")
 """Keys of the fit that the round sets."""
 SEED = 0
@@ -188,7 +188,7 @@ def split(round_: Relabel, pairs: Pairs, labels: Labels) -> Split:
         preferred = labels.preferred.get(pair["pair_id"])
         if preferred in ("a", "b"):
             chosen, rejected = (pair["answer_a"], pair["answer_b"])[:: 1 if preferred == "a" else -1]
-            row = _preference(pair["messages"], chosen, rejected)
+            row = _preference(_chat(pair), chosen, rejected)
             by_prompt.setdefault(json.dumps(row["prompt"]), []).append(row)
     prompts = list(by_prompt)
     if len(prompts) < 2:
@@ -283,9 +283,16 @@ async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, object
     preferred: dict[str, Preferred] = {}
 
     async def ask(pair: Mapping[str, Any]) -> None:
+        messages, tools = _chat(pair)
         first, second = (
             Trajectory(
-                pair["data_source"], pair[f"answer_{side}"], None, {}, pair["messages"], [], _metadata(pair, side)
+                data_source=pair["data_source"],
+                solution_str=pair[f"answer_{side}"],
+                ground_truth=None,
+                extra_info={"tools": list(tools)},
+                prompt=messages,
+                turns=[],
+                metadata=_metadata(pair, side),
             )
             for side in ("a", "b")
         )
@@ -300,11 +307,15 @@ async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, object
     return preferred
 
 
-def _pairs(url: str) -> Iterator[Iterator[tuple[Messages, str]]]:
+def _chat(pair: Mapping[str, Any]) -> Chat:
+    return Chat(pair["messages"], tools_of(pair, f"pair {pair['pair_id']}"))
+
+
+def _pairs(url: str) -> Iterator[Iterator[tuple[Chat, str]]]:
     """Yields the preferences of a file. Raises `UserError` if a prompt calls tools, which the columns cannot hold."""
     for where, row in read(url):
         pair = list(pair_of(row, where))
-        if any("tool_calls" in message for messages, _ in pair for message in messages):
+        if any("tool_calls" in message for chat, _ in pair for message in chat.messages):
             raise UserError(f"{where}: the prompt calls tools, which relabel cannot keep: leave the row out")
         yield iter(pair)
 
@@ -334,10 +345,12 @@ def _metadata(pair: Mapping[str, Any], side: str) -> Metadata:
     )
 
 
-def _preference(messages: Messages, chosen: str, rejected: str) -> dict[str, Any]:
-    prompt = [{"role": message["role"], "content": message["content"]} for message in messages]
+def _preference(chat: Chat, chosen: str, rejected: str) -> dict[str, Any]:
+    prompt = [{"role": message["role"], "content": message["content"]} for message in chat.messages]
     answers = {"chosen": chosen, "rejected": rejected}
-    return {"prompt": prompt} | {side: [{"role": "assistant", "content": text}] for side, text in answers.items()}
+    return {"prompt": prompt, "tools": tools_column(chat.tools)} | {
+        side: [{"role": "assistant", "content": text}] for side, text in answers.items()
+    }
 
 
 def _cut(items: list[T], size: int) -> tuple[list[T], list[T]]:

@@ -117,6 +117,13 @@ TRAJECTORY = TrajectorySchema(
         Column("data_source", pa.string(), "generate", "data source of the prompt"),
         Column("messages", pa.string(), "generate", "messages of the prompt [{role, content}], as JSON"),
         Column(
+            "tools",
+            pa.string(),
+            "generate",
+            "JSON schemas of the functions that the prompt's row offers, a list as JSON",
+            null="the row has no tools",
+        ),
+        Column(
             "prompt_is_text",
             pa.bool_(),
             "generate",

@@ -127,8 +127,7 @@ def _expert_answers(driver: Driver, paths: tuple[str, ...]) -> Matched:
             raise UserError(
                 f"data.replay.files ({', '.join(paths)}): no answer is left: of {len(experts)}, {matched.too_long} are "
                 f"longer than rollout.max_response_tokens {config.rollout.max_response_tokens}, and "
-                f"{matched.unknown} are to prompts that data.train does not have (prompts must be equal, message by "
-                "message)"
+                f"{matched.unknown} are to prompts that data.train does not have (messages and tools must be equal)"
             )
         driver.expert_answers = matched
     return driver.expert_answers

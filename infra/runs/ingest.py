@@ -16,7 +16,7 @@ from ratchet.infra.runs.served import served
 from ratchet.rlhf.data.examples import example_of
 from ratchet.rlhf.data.files import read
 from ratchet.rlhf.data.folders import name_of
-from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.formats import Messages, tools_column
 from ratchet.rlhf.errors import UserError, counted, in_one_line
 from ratchet.rlhf.schema import MESSAGES
 
@@ -24,6 +24,7 @@ PROMPTS = pa.schema(
     {
         "data_source": pa.string(),
         "prompt": MESSAGES,
+        "tools": pa.string(),
         "ability": pa.string(),
         "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
         "extra_info": pa.struct({"id": pa.string(), "score": pa.float64()}),
@@ -36,6 +37,7 @@ TRAJECTORIES = pa.schema(
         "source": pa.string(),
         "data_source": pa.string(),
         "prompt": MESSAGES,
+        "tools": pa.string(),
         "response": pa.string(),
         "score": pa.float64(),
         "prompt_ids": pa.list_(pa.int32()),
@@ -47,7 +49,7 @@ TRAJECTORIES = pa.schema(
 """Columns of the trajectories. Those of tokens are null if the log is a file of texts."""
 SCORES = ("score", "rating")
 """Columns of a rating, in order of precedence."""
-TOOLS = "tools, or /v1/completions"
+CALLS = "calls of tools, or /v1/completions"
 """The reason for leaving out an answer whose prompt a dataset cannot hold."""
 
 
@@ -93,10 +95,11 @@ def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: 
             known.add(trajectory["id"])
             trajectory["score"] = rated.get(trajectory["id"], trajectory["score"])
             prompts.setdefault(
-                json.dumps(trajectory["prompt"]),
+                json.dumps([trajectory["prompt"], trajectory["tools"]]),
                 {
                     "data_source": trajectory["data_source"],
                     "prompt": trajectory["prompt"],
+                    "tools": trajectory["tools"],
                     "ability": "",
                     "reward_model": {"style": "", "ground_truth": None},
                     "extra_info": {"id": trajectory["id"], "score": trajectory["score"]},
@@ -120,7 +123,7 @@ def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: 
 
 
 def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Yields the answers to chats without tools, whose prompts a dataset can hold."""
+    """Yields the answers to chats without calls of tools, whose prompts a dataset can hold."""
     name = run.store.url.rpartition("/")[2]
     if not run.store.served_keys():
         raise UserError(f"{name} was never served: `ratchet serve {name}` stores answers")
@@ -130,11 +133,13 @@ def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
     for calls in by_branch.values():
         messages: Messages = []
         ids: list[int] = []
+        tools: list[dict[str, Any]] = []
         for call in calls:
             asked, answer = json.loads(call["asked"]), json.loads(call["answer"])
             messages = [*messages, *asked.get("messages", ())]
             ids = [*ids, *call["heard_ids"]]
-            is_text = "messages" in asked and "tools" not in asked and all(map(_is_plain, (*messages, answer)))
+            tools = asked.get("tools", tools)  # only the first call of a branch has them
+            is_text = "messages" in asked and all(map(_is_plain, (*messages, answer)))
             if is_text:
                 if call["finish_reason"] == "length":  # training on it would teach to stop there
                     left_out["cut off at the token limit"] += 1
@@ -144,6 +149,7 @@ def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
                     "source": run.store.url,
                     "data_source": name,
                     "prompt": messages,
+                    "tools": tools_column(tools),
                     "response": answer["content"],
                     "score": None,
                     "prompt_ids": ids,
@@ -152,7 +158,7 @@ def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
                     "policy_version": call["versions"][0] if call["versions"] else None,
                 }
             else:
-                left_out[TOOLS] += 1
+                left_out[CALLS] += 1
             messages, ids = [*messages, answer], [*ids, *call["ids"]]
 
 
@@ -161,22 +167,23 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
 
 
 def _of_file(url: str, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Yields the last answer of each row of a file, for chats without tools."""
+    """Yields the last answer of each row of a file, for chats without calls of tools."""
     for number, (where, row) in enumerate(read(url)):
         if (example := example_of(row, where)) is None:
             raise UserError(
                 f"{where}: chats are rows of messages or conversations that end with an answer, or of prompt and "
                 f"response; there are {in_one_line(', '.join(row))}"
             )
-        prompt, response = example
+        (prompt, tools), response = example
         if not all(map(_is_plain, prompt)):
-            left_out[TOOLS] += 1
+            left_out[CALLS] += 1
             continue
         yield {
             "id": str(row.get("id") or f"{name_of(url)}-{number:06d}"),
             "source": url,
             "data_source": str(row.get("data_source") or name_of(url)),
             "prompt": prompt,
+            "tools": tools_column(tools),
             "response": response,
             "score": _score(row, where),
         }

@@ -20,6 +20,7 @@ from ratchet.infra.runs.query import names
 from ratchet.infra.runs.run import Run
 from ratchet.infra.store.run_store import ORIGIN, VALIDATE
 from ratchet.rlhf import seeding
+from ratchet.rlhf.data.formats import tools_column
 from ratchet.rlhf.data.overlap import HeldOut, near_duplicates
 from ratchet.rlhf.data.selection import Kind, Selection
 from ratchet.rlhf.errors import UserError
@@ -30,6 +31,7 @@ COLUMNS = (
     "prompt_id",
     "data_source",
     "messages",
+    "tools",
     "prompt",
     "response",
     "finish_reason",
@@ -63,6 +65,8 @@ class SampledPrompt:
     iteration: int
     data_source: str
     messages: Messages
+    tools: str | None
+    """Schemas of the functions that it offered, as JSON; None: none."""
     text: str
     """The prompt as the policy saw it."""
 
@@ -154,7 +158,7 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
             read += len(frame)
             groups = groups_of(frame.to_dict("records"), name, iteration, left_out)
             for row in _rows(groups, chosen, left_out):
-                key = (row.question.messages, *(answer.text for answer in row.answers))
+                key = (row.question.messages, row.question.tools, *(answer.text for answer in row.answers))
                 if key in seen:
                     left_out[Reason.DUPLICATE] += 1
                 else:
@@ -224,11 +228,11 @@ def groups_of(
         if isinstance(trajectory["rollout_error"], str) or isinstance(trajectory["reward_error"], str):
             left_out[Reason.NOT_SCORED] += 1
             continue
-        messages = _messages(trajectory)
-        if messages is None:
+        asked = _asked(trajectory)
+        if asked is None:
             left_out[Reason.TURNS] += 1
             continue
-        question = SampledPrompt(run, iteration, trajectory["data_source"], messages, trajectory["prompt"])
+        question = SampledPrompt(run, iteration, trajectory["data_source"], *asked, trajectory["prompt"])
         answer = SampledResponse(
             trajectory["trajectory_id"],
             trajectory["response"],
@@ -239,21 +243,26 @@ def groups_of(
     return [(question, answers) for (_, question), answers in groups.items()]
 
 
-def _messages(trajectory: Mapping[Hashable, Any]) -> Messages | None:
-    """Returns the messages that the policy answered; None if it answered several times, or with a call of a tool."""
-    asked = json.loads(trajectory["messages"])
+def _asked(trajectory: Mapping[Hashable, Any]) -> tuple[Messages, str | None] | None:
+    """Returns the messages that the policy answered, and the tools that they offered.
+
+    None if it answered several times, or an agent with a call of a tool.
+    """
+    asked, tools = json.loads(trajectory["messages"]), trajectory["tools"]
     if _is_list(trajectory["calls"]):  # an agent's program, which writes its own messages
         if len(trajectory["calls"]) != 1:
             return None
         [call] = trajectory["calls"]
         added, answer = json.loads(call["asked"]), json.loads(call["answer"])
-        if "messages" not in added or added.get("tools") or answer.get("tool_calls"):
+        if "messages" not in added or answer.get("tool_calls"):
             return None
-        asked = added["messages"]
+        asked, tools = added["messages"], tools_column(added.get("tools", ()))
     elif _is_list(trajectory["turns"]) and len(trajectory["turns"]) > 1:
         return None
     plain = all(set(message) == {"role", "content"} and isinstance(message["content"], str) for message in asked)
-    return tuple((message["role"], message["content"]) for message in asked) if plain else None
+    if not plain:
+        return None
+    return tuple((message["role"], message["content"]) for message in asked), tools if isinstance(tools, str) else None
 
 
 def _is_list(value: object) -> bool:
@@ -378,6 +387,8 @@ def _table(rows: Sequence[Row], kind: Kind) -> pa.Table:
         }
 
     columns = {"prompt": pa.array(list(map(prompt, rows)), form)}
+    if any(row.question.tools for row in rows):
+        columns["tools"] = pa.array([row.question.tools for row in rows], pa.string())
     if kind.is_of_pairs:
         columns |= {"chosen": answers(0), "rejected": answers(1)}
     else:

@@ -25,6 +25,7 @@ PAIRS = pa.schema(
         "answer_b": pa.string(),
         "probability_a": pa.float64(),
         "messages": MESSAGES,
+        "tools": pa.string(),
         "trajectory_id_a": pa.string(),
         "trajectory_id_b": pa.string(),
         "model_score_a": pa.float64(),
@@ -67,7 +68,7 @@ def unsure_pairs(run: Run, count: int, window: int | None) -> pa.Table:
             if (pair := _closest(answers)) is not None:
                 texts = tuple(sorted(answer.text for answer in pair))
                 found = (abs(pair[0].score - pair[1].score), question, pair)
-                key = (question.messages, *texts)
+                key = (question.messages, question.tools, *texts)
                 if key not in closest or found[0] < closest[key][0]:
                     closest[key] = found
     if not closest:
@@ -96,6 +97,7 @@ def _row(question: SampledPrompt, pair: tuple[SampledResponse, SampledResponse])
         "answer_b": second.text,
         "probability_a": (1 + math.tanh((first.score - second.score) / 2)) / 2,  # the sigmoid, which cannot overflow
         "messages": [{"role": role, "content": content} for role, content in question.messages],
+        "tools": question.tools,
         "trajectory_id_a": first.trajectory_id,
         "trajectory_id_b": second.trajectory_id,
         "model_score_a": first.score,

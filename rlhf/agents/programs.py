@@ -110,8 +110,13 @@ class AgentCalls:
         """Returns the program's result. Raises `Raised`."""
         beginning = dialogue.beginning
         assert beginning is not None, "a trajectory of an agent has a beginning"
-        truth, extra = structures(*beginning[1:])
-        task = {"messages": beginning.messages, "ground_truth": truth, "extra_info": extra}
+        truth, extra = structures(*beginning[1:4])
+        task = {
+            "messages": beginning.messages,
+            "tools": list(beginning.tools),
+            "ground_truth": truth,
+            "extra_info": extra,
+        }
 
         def call() -> Any:
             return self._program(task=task, base_url=base_url, api_key=api_key, model=MODEL, **self._options)

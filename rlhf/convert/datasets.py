@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ratchet.rlhf.data.formats import check_media
+from ratchet.rlhf.data.formats import check_media, tools_column, tools_of
 from ratchet.rlhf.errors import UserError, in_one_line
 from ratchet.rlhf.rewards.math import boxed
 from ratchet.rlhf.schema import MESSAGES
@@ -95,11 +95,13 @@ def _table(rows: Rows, split: str, convert: Any, data_source: str, ability: str,
                 "ability": ability,
                 "reward_model": {"style": "rule", "ground_truth": fields["truth"]},
                 "extra_info": {"split": split, "index": index, "answer": fields["answer"]},
+                "tools": tools_column(tools_of(row, where)),
             }
         )
     if not table:
         raise UserError(f"{split}: there are no rows")
-    return pa.Table.from_pylist(table, SCHEMA)
+    has_tools = any(row["tools"] for row in table)
+    return pa.Table.from_pylist(table, SCHEMA.append(pa.field("tools", pa.string())) if has_tools else SCHEMA)
 
 
 def text(row: Mapping[str, Any], column: str, where: str) -> str:

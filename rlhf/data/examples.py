@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.data.chat_turns import token_ids
 from ratchet.rlhf.data.files import read
-from ratchet.rlhf.data.formats import THOUGHTS, Messages, check_media, messages_of, unseen_columns, with_system
+from ratchet.rlhf.data.formats import (
+    THOUGHTS,
+    Chat,
+    Messages,
+    check_media,
+    messages_of,
+    tools_of,
+    unseen_columns,
+    with_system,
+)
 from ratchet.rlhf.data.prompts import Prompt, beginning, end_of_turn, tokenize_prompt, with_response
 from ratchet.rlhf.errors import UserError, in_one_line
 
@@ -41,8 +50,8 @@ def supervised(
                 f"and {response}, or of messages or conversations; there are {in_one_line(', '.join(row))} "
                 "(set other names in prompt_column and response_column)"
             )
-        messages, answer = example
-        question = Prompt("", messages, ground_truth=None, ground_truth_is_json=False, extra_info="{}", where=where)
+        (messages, tools), answer = example
+        question = Prompt("", messages, None, ground_truth_is_json=False, extra_info="{}", tools=tools, where=where)
         prompt_ids = tokenize_prompt(question, tokenizer, system_prompt=None)[1]
         response_ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], *end]
         if not prompt_ids:
@@ -58,16 +67,16 @@ def supervised(
 
 def example_of(
     row: Mapping[str, Any], where: str, *, prompt: str = "prompt", response: str = "response"
-) -> tuple[Messages, str] | None:
+) -> tuple[Chat, str] | None:
     """Finds the prompt and the response of a row.
 
     Args:
         row: a row with a prompt and a response, or with `messages` (or ShareGPT's `conversations`) that end with the
-            response.
+            response; perhaps with `tools`.
         response: name of the response column; `completion` is accepted in its place.
 
     Returns:
-        The messages before the response, and its text; None if the row has other columns.
+        The messages before the response with the tools, and its text; None if the row has other columns.
 
     Raises:
         UserError: a column has another form (see `answered`), or would be left out although it belongs to the prompt.
@@ -111,7 +120,7 @@ def preferences(
     pairs = 0
     for where, row in read(url):
         pairs += 1
-        pair = [_tokens(messages, response, tokenizer, padding, where) for messages, response in pair_of(row, where)]
+        pair = [_tokens(chat, response, tokenizer, padding, where) for chat, response in pair_of(row, where)]
         if max(map(len, pair)) <= max_tokens:
             conversations += pair
     _check_not_empty(conversations, f"{url}, up to max_tokens {max_tokens},")
@@ -154,8 +163,9 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
     return before, messages[-1]["content"]
 
 
-def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]]:
-    """Yields the two sides of a preference, the preferred first: the messages before a response, and its text."""
+def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Chat, str]]:
+    """Yields the two sides of a preference, the preferred first: the messages before a response with the tools, and its
+    text."""
     check_media(row, where)
     for column in ("chosen", "rejected"):
         if column not in row:
@@ -168,19 +178,23 @@ def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Messages, str]
 
 def _seen(
     example: tuple[Messages, str], row: Mapping[str, Any], where: str, but: Sequence[str] = ()
-) -> tuple[Messages, str]:
-    """Returns an example. Raises UserError if its row has another column, not in `but`, that belongs to its prompt."""
+) -> tuple[Chat, str]:
+    """Returns an example with the tools of its row.
+
+    Raises UserError if the row has another column, not in `but`, that belongs to its prompt.
+    """
     if unseen := [name for name in unseen_columns(row, example[0]) if name not in but]:
         raise UserError(
             f"{where} has {unseen[0]}, which would be left out: write it into the messages, or remove the column"
         )
-    return example
+    messages, response = example
+    return Chat(messages, tools_of(row, where)), response
 
 
 def _tokens(
-    messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, padding: int | None, where: str
+    chat: Chat, response: str, tokenizer: PreTrainedTokenizerBase, padding: int | None, where: str
 ) -> list[int]:
-    written, _ = with_response(messages, response, tokenizer, where)
+    written, _ = with_response(chat, response, tokenizer, where)
     ids = token_ids(written, tokenizer)
     ids = ids if tokenizer.chat_template else [*beginning(ids, tokenizer), *ids]
     while len(ids) > 1 and ids[-1] == padding:

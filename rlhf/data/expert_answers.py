@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ratchet.rlhf.data import files
 from ratchet.rlhf.data.examples import example_of
 from ratchet.rlhf.data.folders import data_files
-from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.formats import Chat
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset, end_of_turn
 from ratchet.rlhf.errors import UserError, in_one_line
 
@@ -62,7 +62,7 @@ class ExpertAnswers:
     def matched(
         self, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None, max_tokens: int
     ) -> Matched:
-        """Finds the prompts of all answers, by their messages. Raises UserError for a malformed row.
+        """Finds the prompts of all answers, by their messages and tools. Raises UserError for a malformed row.
 
         Args:
             system_prompt: system message for prompts that have none, in the dataset and in the files.
@@ -70,11 +70,11 @@ class ExpertAnswers:
         by_prompt: dict[bytes, list[int]] = defaultdict(list)
         too_long = 0
         for number in range(len(self)):
-            where, messages, text = self._row(number)
+            _, (messages, tools), text = self._row(number)
             if len(_answer_ids(text, tokenizer)) > max_tokens:
                 too_long += 1
             else:
-                question = Prompt("", messages, None, ground_truth_is_json=False, extra_info="{}", where=where)
+                question = Prompt("", messages, None, ground_truth_is_json=False, extra_info="{}", tools=tools)
                 by_prompt[_key(question, system_prompt)].append(number)
         by_row: dict[int, tuple[int, ...]] = {}
         known = set[bytes]()
@@ -86,7 +86,7 @@ class ExpertAnswers:
         unknown = sum(len(numbers) for key, numbers in by_prompt.items() if key not in known)
         return Matched(by_row, too_long, unknown)
 
-    def _row(self, number: int) -> tuple[str, Messages, str]:
+    def _row(self, number: int) -> tuple[str, Chat, str]:
         file = bisect_right(self._starts, number) - 1
         where, row = self._files[file][number - self._starts[file]]
         if (example := example_of(row, where)) is None:
@@ -102,4 +102,4 @@ def _answer_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _key(prompt: Prompt, system_prompt: str | None) -> bytes:
-    return hashlib.sha256(json.dumps(prompt.after(system_prompt), sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(prompt.chat(system_prompt), sort_keys=True).encode()).digest()

@@ -38,8 +38,8 @@ BATCH_ROWS = 1024
 HEAD_BYTES = 1024
 """Bytes of a file that are read to detect its format."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-LISTS = ("prompt", "messages", "conversations", "completion", "response", "chosen", "rejected")
-"""Columns that may hold lists of messages, as JSON in a CSV file."""
+LISTS = ("prompt", "messages", "tools", "conversations", "completion", "response", "chosen", "rejected")
+"""Columns that may hold lists of messages or tools, as JSON in a CSV file."""
 OBJECTS = ("reward_model", "extra_info")
 """Columns whose cells in a CSV file are objects, as JSON."""
 
@@ -248,9 +248,9 @@ def _numbered(url: str, table: pa.Table, start: int) -> Iterator[Row]:
     for batch in table.to_batches(max_chunksize=BATCH_ROWS):
         for row in batch.to_pylist():
             number += 1
-            # in a table each message, and the arguments of each call, have the keys of all others as nulls
-            messages = {column: without_nulls(row[column]) for column in LISTS if column in row}
-            yield f"{url}, row {number}", {**row, **messages}
+            # in a table each message, tool, and the arguments of each call, have the keys of all others as nulls
+            lists = {column: without_nulls(row[column]) for column in LISTS if column in row}
+            yield f"{url}, row {number}", {**row, **lists}
 
 
 def _array(url: str) -> list[Any]:

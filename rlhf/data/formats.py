@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from ratchet.rlhf.errors import UserError, in_one_line
@@ -25,6 +25,18 @@ class Message(TypedDict):
 
 Messages = list[Message]
 """A conversation."""
+Tools = tuple[dict[str, Any], ...]
+"""JSON schemas of functions, each {type: function, function: {name, …}}, or only {name, …}."""
+
+
+class Chat(NamedTuple):
+    """What a chat template renders."""
+
+    messages: Messages
+    tools: Tools = ()
+    """The functions that the model may call."""
+
+
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Roles of ShareGPT's `from`."""
 PROMPTS = ("prompt", "messages", "conversations", "question", "problem")
@@ -33,7 +45,7 @@ TRUTHS = ("ground_truth", "answer", "solution")
 """Columns of a ground truth outside `reward_model`, in order of precedence."""
 MEDIA = frozenset(("images", "image", "videos", "video", "audios", "audio"))
 """Columns, and keys of messages, of what models cannot see."""
-UNSEEN = frozenset(("tools", "functions", "documents", "tool_calls", "function_call", "reasoning_content", "system"))
+UNSEEN = frozenset(("functions", "documents", "tool_calls", "function_call", "reasoning_content", "system"))
 """Columns that others show to a model, and that are no part of a prompt here."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of messages that hold what was thought before the content."""
@@ -42,18 +54,21 @@ LAYOUT = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 _FORMULA = re.compile(r"(?<!\\)(\$\$?)(?!\$).+?(?<!\\)\1|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 CALLS = 'a list of {"function": {"name": ..., "arguments": {...}}}'
 """The form of `tool_calls`, for errors."""
+SCHEMAS = 'a list of {"type": "function", "function": {"name": ..., "parameters": {...}}}, perhaps as JSON text'
+"""The form of `tools`, for errors."""
 
 
 class PromptRow(NamedTuple):
     """The prompt of a row."""
 
     messages: Messages
+    tools: Tools
     is_text: bool
     """True if the row has it as text."""
     answer: str | list[dict[str, Any]] | None
     """The response in the row, if any: its text, or its tool calls."""
     columns: dict[str, Any]
-    """The columns that are neither the prompt nor in verl's layout."""
+    """The columns that are neither the messages nor in verl's layout; `tools` is a list."""
     unseen: tuple[str, ...]
     """Those of them that may belong to the prompt, and are not shown to the model."""
 
@@ -63,7 +78,8 @@ def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
 
     Args:
         row: a row with `prompt`, and possibly `completion`; with `messages`; with ShareGPT's `conversations`; or with
-            `question` or `problem`. A last message of the assistant in messages and conversations is the answer.
+            `question` or `problem`. A last message of the assistant in messages and conversations is the answer. Any of
+            them may have `tools`.
     """
     check_media(row, where)
     column = next((name for name in PROMPTS if row.get(name) is not None), None)
@@ -85,8 +101,9 @@ def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
         messages = with_system(messages, row)
     if not any(text_of(message).strip() for message in messages):
         raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
-    others = {name: value for name, value in row.items() if name not in (column, *LAYOUT)}
-    return PromptRow(messages, isinstance(row[column], str), answer, others, unseen_columns(row, messages))
+    others, tools = {name: value for name, value in row.items() if name not in (column, *LAYOUT)}, tools_of(row, where)
+    others |= {"tools": list(tools)} if "tools" in row else {}
+    return PromptRow(messages, tools, isinstance(row[column], str), answer, others, unseen_columns(row, messages))
 
 
 def _answer(message: Message) -> str | list[dict[str, Any]]:
@@ -151,6 +168,30 @@ def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
     if not value:
         raise UserError(f"{where}: {column} is an empty list: give it at least one message {{role, content}}")
     return [_message(message, f"{where}: {column}[{number}]") for number, message in enumerate(value)]
+
+
+def tools_of(row: Mapping[str, Any], where: str) -> Tools:
+    """Returns the schemas in the column `tools` of a row, a list or JSON text; none if it is null or empty."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise UserError(f"{where}: tools is a text that is not JSON ({error}): write {SCHEMAS}") from None
+    if not tools:
+        return ()
+    if not isinstance(tools, list):
+        raise UserError(f"{where}: tools should be {SCHEMAS}, and is {_shown(tools)}")
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(f"{where}: tools should be {SCHEMAS}, and tools[{number}] is {_shown(tool)}")
+    return tuple(tools)
+
+
+def tools_column(tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Encodes schemas for a column `tools`, which `tools_of` reads; None if there are none."""
+    return json.dumps(tools, ensure_ascii=False) if tools else None
 
 
 def text_of(message: Message) -> str:

@@ -23,7 +23,17 @@ from ratchet.rlhf.data import drawing, files
 from ratchet.rlhf.data.chat_turns import CONTENT, Rendered, around_content, render_contents, state_of, token_ids
 from ratchet.rlhf.data.drawing import Drawn
 from ratchet.rlhf.data.folders import data_files, name_of
-from ratchet.rlhf.data.formats import SHAREGPT, THOUGHTS, Messages, question_of, text_of, truth_of
+from ratchet.rlhf.data.formats import (
+    SHAREGPT,
+    THOUGHTS,
+    Chat,
+    Messages,
+    Tools,
+    question_of,
+    text_of,
+    tools_column,
+    truth_of,
+)
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -40,7 +50,9 @@ class Prompt:
     """Ground truth of the reward: text, or JSON; None if the dataset has none."""
     ground_truth_is_json: bool
     extra_info: str
-    """JSON; includes the row's columns that have no other place."""
+    """JSON; includes the row's columns that have no other place, and its tools."""
+    tools: Tools = ()
+    """The functions that the policy may call, as the chat template describes them."""
     style: str | None = field(default=None, compare=False)
     """`reward_model.style`, if it names a reward."""
     is_text: bool = field(default=False, compare=False)
@@ -61,14 +73,19 @@ class Prompt:
             return self.messages
         return [{"role": "system", "content": system_prompt}, *self.messages]
 
+    def chat(self, system_prompt: str | None) -> Chat:
+        """Returns the messages, after the system message if they have none, with the tools."""
+        return Chat(self.after(system_prompt), self.tools)
+
     def size(self, system_prompt: str | None) -> int:
-        """Returns the size of the messages' contents, in bytes."""
-        return sum(len(text_of(message).encode()) for message in self.after(system_prompt))
+        """Returns the size of the messages' contents and the tools, in bytes."""
+        texts = [*map(text_of, self.after(system_prompt)), tools_column(self.tools) or ""]
+        return sum(len(text.encode()) for text in texts)
 
     @property
-    def has_keys(self) -> bool:
-        """True if a message has more than a role and a content, such as calls of tools."""
-        return any(len(message) > 2 for message in self.messages)
+    def is_plain(self) -> bool:
+        """True if all messages have only a role and a content, and not calls of tools or the like, and no tools."""
+        return not self.tools and all(len(message) <= 2 for message in self.messages)
 
 
 def structures(ground_truth: str | None, is_json: bool, extra_info: str) -> tuple[Any, Any]:
@@ -78,6 +95,11 @@ def structures(ground_truth: str | None, is_json: bool, extra_info: str) -> tupl
     """
     truth = json.loads(ground_truth) if is_json and ground_truth is not None else ground_truth
     return truth, json.loads(extra_info) or {}
+
+
+def stored_chat(messages: str, tools: str | None) -> Chat:
+    """Decodes the columns `messages` and `tools` of a trajectory."""
+    return Chat(json.loads(messages), tuple(json.loads(tools or "[]")))
 
 
 def original(messages: str, is_text: bool) -> str | Messages:
@@ -91,6 +113,8 @@ BYTES_A_TOKEN = 100
 """Upper bound on the mean bytes per token: a larger prompt is too long, and is not tokenized."""
 TEMPLATE = 128
 """Upper bound on the tokens that a chat template adds to a prompt. Every other token has at least one byte."""
+SEE_TOOLS = "set model.chat_template, choose a model that was trained to call tools, or rename the column"
+"""What to do if a chat template does not describe the tools of a row."""
 RENDERED = frozenset(("system", "user", "assistant"))
 """Roles that chat templates render or refuse."""
 MESSAGE_ROLES = SHAREGPT | {
@@ -236,8 +260,8 @@ def check_length(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int, system_prompt: str | None
 ) -> None:
     """Raises UserError if a prompt is too long."""
-    # few enough bytes need no tokenization, except for tool calls and the like, around which templates write more
-    if prompt.has_keys or prompt.size(system_prompt) + TEMPLATE > max_tokens:
+    # few enough bytes need no tokenization, except for tools, calls and the like, around which templates write more
+    if not prompt.is_plain or prompt.size(system_prompt) + TEMPLATE > max_tokens:
         encode(prompt, tokenizer, max_tokens=max_tokens, truncation="error", system_prompt=system_prompt)
 
 
@@ -282,46 +306,52 @@ def tokenize_prompt(
 ) -> tuple[str, list[int]]:
     """Renders a prompt as text and tokens, without truncation. Without a chat template, the contents are joined."""
 
-    def template(messages: Messages) -> str:
-        return render(messages, tokenizer, prompt.where, add_generation_prompt=True)
+    def template(chat: Chat) -> str:
+        return render(chat, tokenizer, prompt.where, add_generation_prompt=True)
 
-    messages = prompt.after(system_prompt)
+    chat = prompt.chat(system_prompt)
     if tokenizer.chat_template:  # a template writes the special tokens itself
-        written = render_contents(template, messages, tokenizer)
+        written = render_contents(template, chat, tokenizer)
         return written.text, token_ids(written, tokenizer)
-    text = template(messages)
+    text = template(chat)
     return text, tokenize_start(text, tokenizer)
 
 
-def render(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, where: str, *, add_generation_prompt: bool = False
-) -> str:
-    """Renders messages as text. Without a chat template, the contents are joined."""
+def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, add_generation_prompt: bool = False) -> str:
+    """Renders messages and tools as text. Without a chat template, the contents are joined."""
     from jinja2 import TemplateError
 
+    messages, tools = chat
     template = tokenizer.chat_template
-    _check_keys(messages, str(template or ""), where)
+    _check_keys(messages, tools, str(template or ""), where)
     if not template:
         return "\n".join(message["content"] for message in messages)
     try:
         _check_roles(messages, tokenizer, where)
-        return str(
+        text = str(
             tokenizer.apply_chat_template(
                 messages,
+                tools=list(tools) or None,  # some templates introduce an empty list
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
         )
     except (TemplateError, TypeError) as error:  # an unknown role, or another form than the template expects
-        raise UserError(f"{where}: the chat template refuses the messages: {in_one_line(error)}") from None
+        what = "messages and tools" if tools else "messages"
+        raise UserError(f"{where}: the chat template refuses the {what}: {in_one_line(error)}") from None
+    for tool in tools:
+        if (name := tool.get("function", tool)["name"]) not in text:
+            raise UserError(f"{where}: the chat template leaves out the tool {name}: {SEE_TOOLS}")
+    return text
 
 
-def _check_keys(messages: Messages, template: str, where: str) -> None:
-    """Raises UserError for a key of the messages that the chat template would leave out."""
-    for key in ("tool_calls", *THOUGHTS):
-        if any(message.get(key) for message in messages) and not re.search(rf"\b{key}\b", template):
+def _check_keys(messages: Messages, tools: Tools, template: str, where: str) -> None:
+    """Raises UserError for a key of the messages, or tools, that the chat template would leave out."""
+    for key in ("tools", "tool_calls", *THOUGHTS):
+        is_there = bool(tools) if key == "tools" else any(message.get(key) for message in messages)
+        if is_there and not re.search(rf"\b{key}\b", template):
             what = f"has a chat template that does not render {key}" if template else "has no chat template"
-            found, fix = "calls tools", "set model.chat_template"
+            found, fix = ("has tools", SEE_TOOLS) if key == "tools" else ("calls tools", "set model.chat_template")
             if key in THOUGHTS:
                 found, fix = f"has a message with {key}", f"remove it, write it into the content, or {fix}"
             raise UserError(f"{where}: the prompt {found}, and the model {what}: {fix}")
@@ -401,7 +431,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def with_response(
-    messages: Messages, response: str, tokenizer: PreTrainedTokenizerBase, where: str = "the prompt"
+    chat: Chat, response: str, tokenizer: PreTrainedTokenizerBase, where: str = "the prompt"
 ) -> tuple[Rendered, int | None]:
     """Renders a prompt and its response for a reward model. Without a chat template, the contents are joined.
 
@@ -409,17 +439,21 @@ def with_response(
         The rendered conversation, and the position of the response in its text; None if the template changes the
         response.
     """
-    conversation: Messages = [*messages, {"role": "assistant", "content": response}]
+    messages, tools = chat
+    conversation, placed = (
+        Chat([*messages, {"role": "assistant", "content": content}], tools) for content in (response, CONTENT)
+    )
     if not tokenizer.chat_template:
         end = tokenizer.eos_token or ""
 
-        def joined(messages: Messages) -> str:
-            return render(messages[:-1], tokenizer, where) + messages[-1]["content"] + end
+        def joined(conversation: Chat) -> str:
+            messages, tools = conversation
+            return render(Chat(messages[:-1], tools), tokenizer, where) + messages[-1]["content"] + end
 
         written = render_contents(joined, conversation, tokenizer)
         return written, len(written.text) - len(response + end)
-    written = render_contents(lambda messages: render(messages, tokenizer, where), conversation, tokenizer)
-    before, *after = render([*messages, {"role": "assistant", "content": CONTENT}], tokenizer, where).split(CONTENT)
+    written = render_contents(lambda conversation: render(conversation, tokenizer, where), conversation, tokenizer)
+    before, *after = render(placed, tokenizer, where).split(CONTENT)
     # templates may strip the content
     if len(after) != 1 or not written.text.startswith(before + response.strip()):
         return written, None
@@ -443,6 +477,7 @@ def _prompt(row: Mapping[str, Any], where: str, source: str) -> Prompt:
         ground_truth=truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=str),
         ground_truth_is_json=not (truth is None or isinstance(truth, str)),
         extra_info=json.dumps(extra, default=str),
+        tools=question.tools,
         style=style,
         is_text=question.is_text,
         where=where,

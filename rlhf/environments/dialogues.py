@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratchet.rlhf.data.chat_turns import CONTENT, around_content, render_contents, text_ids, token_ids
-from ratchet.rlhf.data.formats import Message, Messages
+from ratchet.rlhf.data.formats import Message, Messages, Tools
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.environment import KEY
 from ratchet.rlhf.errors import UserError
@@ -26,6 +26,8 @@ class Beginning(NamedTuple):
     ground_truth_is_json: bool
     extra_info: str
     """JSON."""
+    tools: Tools = ()
+    """The functions that the row offers."""
 
 
 JOURNALED = (

@@ -76,7 +76,7 @@ class EnvironmentCalls:
     async def begin(self, beginning: Beginning, where: str) -> Environment:
         """Creates an environment and resets it for a prompt; `where` names the place of an error."""
         environment: Environment = await self._call(partial(self._make, **self._options), where)
-        reset = partial(environment.reset, beginning.messages, *structures(*beginning[1:]))
+        reset = partial(environment.reset, beginning.messages, *structures(*beginning[1:4]))
         await self._call(reset, where)
         return environment
 
@@ -125,11 +125,12 @@ def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt], s
     attempts = 1 if environment.on_error == "fail" else RESETS
 
     async def failure_of(prompt: Prompt) -> str | None:
-        beginning = prompt.after(system_prompt), prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info
+        truth = prompt.ground_truth, prompt.ground_truth_is_json
+        beginning = Beginning(prompt.after(system_prompt), *truth, prompt.extra_info, prompt.tools)
         reason = ""
         for _ in range(attempts):
             try:
-                await calls.begin(Beginning(*beginning), "at reset, which is tried before the run starts")
+                await calls.begin(beginning, "at reset, which is tried before the run starts")
             except EnvironmentFailed as error:
                 reason = str(error)
             else:

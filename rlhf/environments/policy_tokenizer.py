@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.data.chat_turns import treat_special_tokens
 from ratchet.rlhf.environments.environment import load_environment
@@ -15,23 +15,27 @@ if TYPE_CHECKING:
     from ratchet.rlhf.config.sections import EnvironmentConfig, ModelConfig, SpecialTokens
 
 
+def tools_of_environment(environment: EnvironmentConfig | None) -> list[dict[str, Any]]:
+    """Returns the schemas of an environment's tools, by its class method `schemas`; none if it has no such method."""
+    if environment is None:
+        return []
+    schemas_of = getattr(load_environment(environment.name), "schemas", None)
+    return [] if schemas_of is None else [dict(schema) for schema in schemas_of(**environment.options)]
+
+
 def policy_tokenizer(
     model: ModelConfig, environment: EnvironmentConfig | None, special_tokens: SpecialTokens = "split"
 ) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of the policy.
 
     Args:
-        environment: `rollout.environment`. If its class has a class method `schemas` of the options, the chat template
-            gets the tools that it returns.
+        environment: `rollout.environment`; the chat template gets its tools.
     """
     tokenizer = load_tokenizer(model)
     treat_special_tokens(tokenizer, special_tokens)
-    if environment is None:
+    schemas = tools_of_environment(environment)
+    if environment is None or not schemas:
         return tokenizer
-    schemas_of = getattr(load_environment(environment.name), "schemas", None)
-    if schemas_of is None:
-        return tokenizer
-    schemas = [dict(schema) for schema in schemas_of(**environment.options)]
     templates = tokenizer.chat_template
     template = templates.get("tool_use", templates.get("default")) if isinstance(templates, dict) else templates
     if not template or "tools" not in template:

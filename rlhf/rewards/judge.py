@@ -93,7 +93,10 @@ def _messages(task: str, form: str, rubric: str, answers: dict[str, Trajectory])
     trajectory = next(iter(answers.values()))
     prompt, truth = trajectory.prompt, trajectory.ground_truth
     messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    parts = [(f"prompt, {message['role']}", text_of(message)) for message in messages]
+    extra = trajectory.extra_info
+    tools = extra.get("tools") if isinstance(extra, dict) else None
+    parts = [("tools", _text(tools))] if tools else []
+    parts += [(f"prompt, {message['role']}", text_of(message)) for message in messages]
     if truth not in (None, ""):
         parts.append(("reference answer", _text(truth)))
     for name, answer in answers.items():

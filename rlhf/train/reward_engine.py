@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ratchet.rlhf.data.chat_turns import Rendered, Tokens, token_ids, tokens
-from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.formats import Chat
 from ratchet.rlhf.data.prompts import beginning, with_response
 from ratchet.rlhf.data.responses import around_turns
 from ratchet.rlhf.distributed import accelerator, ranks
@@ -52,19 +52,16 @@ class RewardEngine:
         self.tokenizer = tokenizer
         self.padding = model.config.get_text_config().pad_token_id
 
-    def scores(self, conversations: Sequence[tuple[Messages, str]], *, micro_batch_tokens: int) -> list[float]:
+    def scores(self, conversations: Sequence[tuple[Chat, str]], *, micro_batch_tokens: int) -> list[float]:
         """Scores responses with a sequence classifier; `conversations` are pairs of prompt and response."""
-        ids = [
-            self._tokens(with_response(messages, response, self.tokenizer)[0]).ids
-            for messages, response in conversations
-        ]
+        ids = [self._tokens(with_response(chat, response, self.tokenizer)[0]).ids for chat, response in conversations]
         scores: dict[int, float] = {}
         for rows, logits in self._logits(ids, micro_batch_tokens):
             scores |= dict(zip(rows.tolist(), self._read(logits), strict=True))
         return self._from_all(scores, len(ids))
 
     def steps(
-        self, conversations: Sequence[tuple[Messages, str]], separator: str, *, micro_batch_tokens: int
+        self, conversations: Sequence[tuple[Chat, str]], separator: str, *, micro_batch_tokens: int
     ) -> list[list[Step]]:
         """Scores the steps of responses, ended by `separator`, with a token classifier at their last tokens.
 
@@ -75,8 +72,8 @@ class RewardEngine:
         if not self.tokenizer.is_fast:
             raise UserError("the reward model's tokenizer does not report character offsets: use a fast tokenizer")
         ids, ends, places = [], [], []
-        for messages, response in conversations:
-            written, start = with_response(messages, response, self.tokenizer)
+        for chat, response in conversations:
+            written, start = with_response(chat, response, self.tokenizer)
             if start is None:
                 raise UserError(
                     "the reward model's chat template changes a response, so its steps cannot be located: "

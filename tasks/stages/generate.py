@@ -27,6 +27,7 @@ from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import DynamicSamplingConfig, RunConfig
 from ratchet.rlhf.config.engines import RolloutEngine
 from ratchet.rlhf.config.sections import AgentConfig, DrawingConfig, EnvironmentConfig, PromptConfig, SamplingConfig
+from ratchet.rlhf.data.formats import tools_column
 from ratchet.rlhf.data.prompts import PromptDataset, encode
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Beginning, Dialogue
@@ -243,7 +244,9 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
         answers = context.replayed.get(number, ())
         for sample in range(prompts.n):
             request = Request(f"{_prompt_id(context, number)}-s{sample:02d}", tuple(ids))
-            beginning = Beginning(messages, prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info)
+            beginning = Beginning(
+                messages, prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info, prompt.tools
+            )
             dialogue = Dialogue(request, beginning)
             if sample < len(answers):
                 _repeat(dialogue, answers[sample])
@@ -316,6 +319,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "dataset_row": prompts.dataset.row(row),
                 "data_source": prompt.data_source,
                 "messages": json.dumps(prompt.after(prompts.config.system_prompt), ensure_ascii=False),
+                "tools": tools_column(prompt.tools),
                 "prompt_is_text": prompt.is_text,
                 "prompt": tokenizer.decode(dialogue.request.prompt_ids) if has_own_prompt else text,
                 "prompt_ids": dialogue.request.prompt_ids if has_own_prompt else ids,

@@ -103,6 +103,7 @@ GREEDY_BASELINE = RowsStage(
         "generate": (
             "prompt_id",
             "messages",
+            "tools",
             "prompt_is_text",
             "prompt",
             "prompt_ids",

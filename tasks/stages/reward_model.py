@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from ratchet.infra.workers.calls import C, Context, ShardOutput, ShardSummary
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.sections import ClassifierConfig
+from ratchet.rlhf.data.prompts import stored_chat
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.rlhf.train.reward_engine import text_lengths
@@ -45,8 +45,8 @@ def model_scores(context: Context[C], config: ClassifierConfig, batch: Trajector
     if not complete.all():
         return _spread(model_scores(context, config, batch.take(np.flatnonzero(complete))), batch, complete)
     engine = context.engines.reward_model()
-    messages = [json.loads(text) for text in batch.list("messages")]
-    dialogues = list(zip(messages, batch.list("response"), strict=True))
+    chats = map(stored_chat, batch.list("messages"), batch.list("tools"))
+    dialogues = list(zip(chats, batch.list("response"), strict=True))
     if config.kind == "outcome":
         response_scores = engine.scores(dialogues, micro_batch_tokens=config.micro_batch_tokens)
         return {"model_score": response_scores, "model_token_scores": [None] * len(response_scores)}
@@ -97,7 +97,7 @@ REWARD_MODEL = RowsStage(
     label="model",
     config=RewardModelStageConfig,
     exists=exists,
-    reads={"generate": ("messages", "response", "response_ids", "response_mask", "rollout_error")},
+    reads={"generate": ("messages", "tools", "response", "response_ids", "response_mask", "rollout_error")},
     writes=TRAJECTORY.of("reward_model"),
     compute=reward_model,
     summary=ShardSummary,

@@ -27,6 +27,7 @@ from transformers import (
 
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig, RewardModelConfig
+from ratchet.rlhf.data.formats import Chat
 from ratchet.rlhf.errors import NotFinite, UserError
 from ratchet.rlhf.models.loading import load_actor, load_reward_model
 from ratchet.rlhf.models.tokenizers import load_tokenizer
@@ -110,7 +111,7 @@ def run(
 def run_judges(outcome: Path, process: Path) -> Any:
     """Five conversations: of one piece, and of several; and what a process reward says of their steps."""
     found: list[Any] = []
-    said = [([{"role": "user", "content": "ask " * row}], f"{row} so. it is. {'x' * row}") for row in range(5)]
+    said = [(Chat([{"role": "user", "content": "ask " * row}]), f"{row} so. it is. {'x' * row}") for row in range(5)]
     for folder, kind in ((outcome, "outcome"), (process, "process")):
         config = RewardModelConfig(path=str(folder), dtype="float32", kind=kind)
         engine = RewardEngine(load_reward_model(config), load_tokenizer(config))

@@ -24,6 +24,8 @@ from tests.judge_server import judge_server
 from tests.processes import Child, Fault, Processes
 from tests.rewards import letters
 
+TOOLS = json.dumps([{"type": "function", "function": {"name": "now"}}])
+
 
 @pytest.fixture
 def parent(processes: Processes) -> Run:
@@ -231,6 +233,7 @@ def test_no_prompt_is_learned_from_and_held_out(tmp_path: Path) -> None:
             "answer_a": "yes",
             "answer_b": "no",
             "messages": [{"role": "user", "content": f"q{number}"}],
+            "tools": TOOLS if number else None,
         }
         for number in range(4)
     ]
@@ -253,6 +256,7 @@ def test_no_prompt_is_learned_from_and_held_out(tmp_path: Path) -> None:
     prompts = [{row[0]["content"] for row in side["prompt"]} for side in sides]
     assert prompts[0] | prompts[1] == {f"q{n}" for n in range(6)} and not prompts[0] & prompts[1]
     by_prompt = {row["prompt"][0]["content"]: row for side in sides for row in side.to_dict("records")[:2]}
+    assert [by_prompt[f"q{n}"]["tools"] for n in range(1, 4)] == [TOOLS] * 3
     assert [by_prompt[f"q{n}"]["chosen"][0]["content"] for n in range(4)] == ["yes", "no", "yes", "no"]
     also.write_text(json.dumps({"prompt": "q9", "chosen": "1", "rejected": "2"}))
     with pytest.raises(UserError, match=r"the preferences of --also .* have changed since round began: undo that"):

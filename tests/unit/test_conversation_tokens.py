@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ratchet.rlhf.agents.conversations import Branch, ChatConversation, Completion, Conversation
 from ratchet.rlhf.data.chat_turns import Rendered, special_in, token_ids, tokens, treat_special_tokens
+from ratchet.rlhf.data.formats import Chat, Tools
 from ratchet.rlhf.data.prompts import Prompt, tokenize_prompt, tokenize_start, with_response
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 from ratchet.rlhf.rollout.engine import Request
@@ -165,8 +166,8 @@ def rendered(messages: Sequence[Any], tokenizer: Any) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def ids_of(messages: Any, tokenizer: Any) -> list[int]:
-    prompt = Prompt("x", messages, None, ground_truth_is_json=False, extra_info="{}")
+def ids_of(messages: Any, tokenizer: Any, tools: Tools = ()) -> list[int]:
+    prompt = Prompt("x", messages, None, ground_truth_is_json=False, extra_info="{}", tools=tools)
     return tokenize_prompt(prompt, tokenizer, None)[1]
 
 
@@ -265,6 +266,54 @@ def test_control_tokens_in_texts_are_text(family: str) -> None:
     check()
 
 
+def schemas(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Tools]:
+    def schema(name: str, description: str, argument: str, is_bare: bool) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {"a": {"type": "string", "description": argument}}}
+        function = {"name": name, "description": description, "parameters": parameters}
+        return function if is_bare else {"type": "function", "function": function}
+
+    names = st.sampled_from(["add", "get_weather", "f"])
+    return st.lists(st.builds(schema, names, texts, texts, st.booleans()), max_size=3).map(tuple)
+
+
+def describing(family: str, kind: str) -> Any:
+    """A tokenizer of the family whose template describes tools in the style of the family's first message."""
+    tokenizer = copy(tokenizer_of(family, kind))
+    described = "{%- for tool in tools or [] %}{{ tool | tojson(indent=1) + '\n' }}{% endfor %}"
+    begin, end = (FAMILIES[family][3][:2] * 2)[:2] or (FAMILIES[family][1], FAMILIES[family][2])
+    tokenizer.chat_template = f"{{% if tools %}}{begin}{described}{end}{{% endif %}}{tokenizer.chat_template}"
+    return tokenizer
+
+
+@families
+def test_the_tools_of_a_row_are_rendered_as_transformers_does(family: str) -> None:
+    @properties
+    @given(kinds, conversations(family, PLAIN), schemas(PLAIN))
+    def check(kind: str, messages: Any, tools: Tools) -> None:
+        tokenizer = describing(family, kind)
+        assume(not re.search(any_special(tokenizer), json.dumps([messages, tools], ensure_ascii=False)))
+        expected = tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, add_generation_prompt=True, return_dict=False
+        )
+        assert ids_of(messages, tokenizer, tools) == expected
+
+    check()
+
+
+@families
+def test_control_tokens_in_tools_are_text(family: str) -> None:
+    @properties
+    @given(kinds, st.data())
+    def check(kind: str, data: st.DataObject) -> None:
+        tokenizer = describing(family, kind)
+        tools = data.draw(schemas(forging(tokenizer)))
+        harmless = json.loads(re.sub(any_special(tokenizer), "z", json.dumps(tools, ensure_ascii=False)))
+        forged, plain = (special_ids(ids_of(user("a"), tokenizer, each), tokenizer) for each in (tools, harmless))
+        assert forged == plain
+
+    check()
+
+
 def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
@@ -298,7 +347,7 @@ def completion_that_goes_on(text: str, tokenizer: Any) -> list[int]:
 
 
 def judged(text: str, tokenizer: Any) -> list[int]:
-    return token_ids(with_response(user(text), text, tokenizer)[0], tokenizer)
+    return token_ids(with_response(Chat(user(text)), text, tokenizer)[0], tokenizer)
 
 
 CALLERS: dict[str, Any] = {

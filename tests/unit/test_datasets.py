@@ -68,6 +68,14 @@ def test_what_the_reward_compares_with_may_be_a_structure(tmp_path: Path) -> Non
     assert json.loads(table["reward_model"].to_pylist()[0]["ground_truth"]) == tests
 
 
+def test_tools_stay_with_their_prompts(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    rows = files.read(lines(tmp_path / "t.jsonl", {"q": "When?", "tools": tools}, {"q": "Why?"}))
+    table = datasets.prompts(rows, "train", prompt="q", truth=None, data_source="mine", instruction=None)
+    pq.write_table(table, tmp_path / "t.parquet")
+    assert [list(prompt.tools) for prompt in PromptDataset([tmp_path / "t.parquet"])] == [tools, []]
+
+
 @pytest.mark.parametrize(
     ("rows", "says"),
     [

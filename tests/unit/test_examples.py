@@ -94,7 +94,7 @@ def test_supervised_examples_in_every_spelling(
         ({"prompt": "ask", "response": "good", "images": ["a.png"]}, "line 1 has images, and models see text only"),
         (
             {"messages": [USER, ANSWER], "tools": [{"name": "add"}]},
-            "line 1 has tools, which would be left out: write it into the messages, or remove the column",
+            "line 1: the prompt has tools, and the model has no chat template: set model.chat_template, choose",
         ),
         ({"prompt": "ask", "response": "good", "documents": ["a"]}, "line 1 has documents, which would be left out"),
         ({"prompt": "ask", "response": "good", "system": "Be good."}, "line 1 has system, which would be left out"),
@@ -153,7 +153,11 @@ def test_preferences_in_every_spelling(row: dict[str, Any], tokenizer: Any, tmp_
     ("row", "says"),
     [
         ({**PAIRS[0], "images": ["a.png"]}, "line 1 has images, and models see text only"),
-        ({**PAIRS[1], "tools": "[]"}, "line 1 has tools, which would be left out"),
+        (
+            {**PAIRS[1], "tools": '[{"name": "add"}]'},
+            "line 1: the prompt has tools, and the model has no chat template",
+        ),
+        ({**PAIRS[1], "functions": "[add]"}, "line 1 has functions, which would be left out"),
         (
             {**PAIRS[0], "chosen": [{**ANSWER, "reasoning": "why"}]},
             "line 1: chosen ends with a message with reasoning,",
@@ -163,6 +167,29 @@ def test_preferences_in_every_spelling(row: dict[str, Any], tokenizer: Any, tmp_
 def test_what_pairs_would_leave_out_is_named(row: dict[str, Any], says: str, tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=says):
         preferences(write(tmp_path / "p.jsonl", row), tokenizer, padding=0, max_tokens=50)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_tools_of_a_row_are_in_its_prompt(tokenizer: Any, tmp_path: Path, as_json: bool) -> None:
+    own = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template="{{ tools[0].name }}" + TEMPLATE)
+    tools: Any = [{"name": "add", "parameters": {"type": "object"}}]
+    column = {"tools": json.dumps(tools) if as_json else tools}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "ask", "response": "good"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"messages": [USER, ANSWER]},
+        {"conversations": [{"from": "human", "value": "ask"}, {"from": "gpt", "value": "good"}]},
+    ]
+    expected = own.apply_chat_template([USER], tools=tools, add_generation_prompt=True, return_dict=False)
+    assert own.decode(expected).startswith("add(user)ask<eos>")
+    for row in rows:
+        url = write(tmp_path / "a.jsonl", {**row, **column})
+        batch, _ = supervised(url, own, prompt="prompt", response="response", max_tokens=50)
+        assert batch.list("prompt_ids") == [expected]
+    for row in PAIRS:
+        batch, _ = preferences(write(tmp_path / "p.jsonl", {**row, **column}), own, padding=0, max_tokens=50)
+        read = [own.apply_chat_template([USER, one], tools=tools, return_dict=False) for one in (ANSWER, OTHER)]
+        assert batch.list("prompt_ids") == read
 
 
 def test_longer_pairs_are_left_out_and_counted(tokenizer: Any, tmp_path: Path) -> None:

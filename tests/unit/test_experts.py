@@ -71,6 +71,18 @@ def test_answers_are_found_by_their_prompts(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "four<eos>"
 
 
+def test_an_answer_with_other_tools_is_to_another_prompt(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny.config(tiny.workspace(tmp_path)).model)
+    add, now = ([{"type": "function", "function": {"name": name}}] for name in ("add", "now"))
+    asked = [{"prompt": "2+2?", "tools": tools} for tools in (add, now, None)]
+    dataset = PromptDataset([lines(tmp_path / "p.jsonl", *asked)])
+    offered = (json.dumps(add), now, None, "[]")
+    answers = [{"prompt": "2+2?", "response": "4", "tools": tools} for tools in offered]
+    experts = ExpertAnswers([lines(tmp_path / "a.jsonl", *answers)])
+    matched = experts.matched(dataset, tokenizer, system_prompt=None, max_tokens=5)
+    assert matched.by_row == {0: (0,), 1: (1,), 2: (2, 3)}
+
+
 def test_a_malformed_answer_is_named(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny.config(tiny.workspace(tmp_path)).model)
     dataset = PromptDataset([lines(tmp_path / "p.jsonl", {"prompt": "2+2?"})])

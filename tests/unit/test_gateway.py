@@ -51,6 +51,9 @@ def gateway() -> Gateway:
     return Gateway("127.0.0.1")
 
 
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+
+
 class Kept:
     """Keeps answers in memory."""
 
@@ -82,7 +85,7 @@ def play(generator: Generator, gateway: Gateway, kept: Kept) -> Play:
         for answer in recorded:
             by_trajectory.setdefault(answer.trajectory_id, []).append(answer)
         rules = Rules(sampling, agents=agents, recorder=kept, recorded=by_trajectory)
-        beginning = Beginning([{"role": "user", "content": "hi"}], "4", False, '{"level": 2}')
+        beginning = Beginning([{"role": "user", "content": "hi"}], "4", False, '{"level": 2}', (TOOL,))
         dialogues = [Dialogue(Request(f"it0-p0-s{number:02d}", ()), beginning) for number in range(count)]
         generator.submit([(dialogue, rules) for dialogue in dialogues])
         left = set(map(id, dialogues))
@@ -105,6 +108,7 @@ def test_an_extended_conversation_keeps_its_tokens(
     def program(task: Any, base_url: str, api_key: str, model: str) -> dict[str, float]:
         assert task == {
             "messages": [{"role": "user", "content": "hi"}],
+            "tools": [TOOL],
             "ground_truth": "4",
             "extra_info": {"level": 2},
         }

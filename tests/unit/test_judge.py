@@ -97,6 +97,18 @@ def test_turns_and_messages_are_shown_as_they_were(server: JudgeServer) -> None:
     }
 
 
+def test_the_judge_sees_the_tools_of_the_row(server: JudgeServer) -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    asked = trajectory("s", "now()", "truth", {"tools": tools}, "When?")
+    assert isinstance(scored(judge(server), [asked])[0], Score)
+    assert server.answered[0].parts == {
+        "tools": json.dumps(tools),
+        "prompt, user": "When?",
+        "reference answer": "truth",
+        "answer": "now()",
+    }
+
+
 def test_no_response_can_end_its_own_marks(server: JudgeServer) -> None:
     """What it says after a forged mark is still between its own."""
     plain = values(scored(judge(server), group("zz")))

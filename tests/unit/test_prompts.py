@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -136,6 +137,10 @@ MALFORMED: list[tuple[Any, str]] = [
     ({**ROW, "prompt": conversation([1])}, 'calls "add" with arguments [1]: write an object that names each argument'),
     ({**ROW, "prompt": conversation([])}, 'calls "add" with arguments []: write an object'),
     ({**ROW, "prompt": conversation("[1]")}, 'calls "add" with arguments [1]: write an object'),
+    ({**ROW, "tools": "add"}, "tools is a text that is not JSON (Expecting value: line 1"),
+    ({**ROW, "tools": '{"name": "add"}'}, 'tools should be a list of {"type": "function", '),
+    ({**ROW, "tools": ["add"]}, 'perhaps as JSON text, and tools[0] is "add"'),
+    ({**ROW, "tools": [CALL, {"function": {}}]}, 'perhaps as JSON text, and tools[1] is {"function": {}}'),
     ({**ROW, "completion": [{"role": "assistant"}]}, "completion[0] (assistant) has no content and no tool_calls"),
     ({"messages": [{"role": "assistant", "content": "2"}]}, "the prompt is empty"),
     ({"conversations": [{"from": "narrator", "value": "x"}]}, 'conversations[0] is from "narrator": from should be'),
@@ -228,7 +233,7 @@ def test_what_is_no_prompt_file(tmp_path: Path, name: str, content: bytes | None
     assert str(path) in str(refused.value)
 
 
-def with_template(template: str | None) -> Any:
+def with_template(template: str | dict[str, str] | None) -> Any:
     tokenizer = tiny.character_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
@@ -276,6 +281,89 @@ def test_nulls_among_arguments_are_kept_unless_the_file_added_them(tmp_path: Pat
     for found in (list(prompts), [prompts[index] for index in range(2)]):
         calls = [prompt.messages[1]["tool_calls"][0] for prompt in found]
         assert [call["function"]["arguments"] for call in calls] == expected
+
+
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}}}
+NOW = {"name": "now", "parameters": {"type": "object", "properties": {}, "default": None}}
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": ADD}, {"type": "function", "function": NOW}]
+DESCRIBES = "{% if tools is not none %}[{{ tools | tojson }}]{% endif %}"
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1 + 1?"},
+        {"prompt": [USER]},
+        {"messages": [USER, {"role": "assistant", "content": "2"}]},
+        {"conversations": [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]},
+    ],
+    ids=["text", "prompt", "messages", "sharegpt"],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_of_a_row_are_rendered_with_its_prompt(
+    tmp_path: Path, row: dict[str, Any], ending: str, as_json: bool
+) -> None:
+    path, tools = tmp_path / f"a.{ending}", json.dumps(TOOLS) if as_json else TOOLS
+    written = [{**row, "tools": tools}, {**row, "tools": "[]" if as_json else []}, {**row, "tools": None}]
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(written), path)
+    elif ending == "csv":
+        cells = (
+            {name: json.dumps(cell) if isinstance(cell, list) else cell for name, cell in one.items()}
+            for one in written
+        )
+        pd.DataFrame(cells).to_csv(path, index=False)
+    else:
+        json_lines(path, *written)
+    tokenizer = with_template(DESCRIBES + CALLS)
+    # a table of objects has each key in all of them, as nulls
+    known = TOOLS
+    if ending == "parquet" and not as_json:
+        known = [
+            TOOLS[0],
+            {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+        ]
+    dataset = PromptDataset([path])
+    for found in (list(dataset), [dataset[index] for index in range(3)]):
+        for prompt, expected in zip(found, (known, [], []), strict=True):
+            text, ids = encode(prompt, tokenizer, max_tokens=1000, truncation="error")
+            settings = {"tools": expected or None, "add_generation_prompt": True}
+            assert text == tokenizer.apply_chat_template([USER], tokenize=False, **settings)
+            assert ids == tokenizer.apply_chat_template([USER], return_dict=False, **settings)
+    first, *others = list(dataset)
+    assert json.loads(first.extra_info)["tools"] == known, "for rewards and environments"
+    assert [json.loads(prompt.extra_info)["tools"] for prompt in others] == [[], []]
+    assert not first.unseen
+    with pytest.raises(UserError, match=r"the prompt has \d+ tokens, more than data.max_prompt_tokens 60"):
+        check_length(first, tokenizer, 60, None)
+    check_length(others[0], tokenizer, 60, None)
+    kept = dataset.without_overlong(tokenizer, 60, None)
+    assert [kept.row(index) for index in range(len(kept))] == [1, 2]
+
+
+def test_a_template_that_leaves_out_the_tools_is_refused(tmp_path: Path) -> None:
+    [prompt] = PromptDataset([json_lines(tmp_path / "a.jsonl", {**ROW, "tools": TOOLS})])
+    fix = "set model.chat_template, choose a model that was trained to call tools, or rename the column"
+    for template, says in (
+        (None, "the prompt has tools, and the model has no chat template"),
+        (CALLS, "the prompt has tools, and the model has a chat template that does not render tools"),
+        (CALLS + "{# tools #}", "the chat template leaves out the tool add"),
+        ("{{ tools[0].function.name }}" + CALLS, "the chat template leaves out the tool now"),
+    ):
+        with pytest.raises(UserError) as refused:
+            check_length(prompt, with_template(template), 1000, None)
+        assert str(refused.value) == f"{tmp_path / 'a.jsonl'}, line 1: {says}: {fix}"
+    with pytest.raises(UserError, match="the chat template refuses the messages and tools: can only concatenate"):
+        check_length(prompt, with_template("{{ tools + 1 }}"), 1000, None)
+
+
+def test_named_templates_are_chosen_as_transformers_does(tmp_path: Path) -> None:
+    rows = [{**ROW, "tools": TOOLS}, ROW]
+    with_tools, without = PromptDataset([json_lines(tmp_path / "a.jsonl", *rows)])
+    tokenizer = with_template({"default": CALLS, "tool_use": DESCRIBES + CALLS})
+    assert '"add"' in encode(with_tools, tokenizer, max_tokens=1000, truncation="error")[0]
+    assert encode(without, tokenizer, max_tokens=1000, truncation="error")[0].startswith("<|im_start|>user")
 
 
 def test_what_cannot_render_calls_says_so(tmp_path: Path) -> None:
@@ -368,8 +456,8 @@ NO_SPECIAL_TOKENS: dict[str, Any] = {
 def tokenizer(chat_template: bool = False) -> Any:
     """One token a character; a template shows roles."""
 
-    def template(messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
-        assert not tokenize
+    def template(messages: list[dict[str, str]], tools: None, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize and tools is None
         assert add_generation_prompt
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
 

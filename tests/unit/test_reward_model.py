@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from examples.countdown_model import build_tokenizer
 from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.config import RewardModelConfig, parse_config
-from ratchet.rlhf.data.formats import Message, Messages
+from ratchet.rlhf.data.formats import Chat, Message
 from ratchet.rlhf.data.prompts import with_response
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.loading import load_critic, load_reward_model, load_scorer
@@ -23,10 +23,10 @@ from ratchet.tasks.pipeline import names_of
 from tests import tiny
 
 TEMPLATE = "{% for m in messages %}({{ m.role }}){{ m.content | trim }}<eos>{% endfor %}"
-SAID: list[tuple[Messages, str]] = [
-    ([{"role": "user", "content": "Add 1 and 2"}], " so it is 3. "),
-    ([{"role": "system", "content": "Be short"}, {"role": "user", "content": "Why?"}], ""),
-    ([{"role": "user", "content": "A longer question, which pads the others"}], "a, b. c"),
+SAID: list[tuple[Chat, str]] = [
+    (Chat([{"role": "user", "content": "Add 1 and 2"}]), " so it is 3. "),
+    (Chat([{"role": "system", "content": "Be short"}, {"role": "user", "content": "Why?"}]), ""),
+    (Chat([{"role": "user", "content": "A longer question, which pads the others"}]), "a, b. c"),
 ]
 
 
@@ -51,7 +51,7 @@ def test_scores_are_those_of_the_model_asked_one_by_one(
     engine = RewardEngine(load_reward_model(config), tokenizer)
     alone = AutoModelForSequenceClassification.from_pretrained(folder)
     expected = []
-    for messages, response in SAID:
+    for (messages, _), response in SAID:
         if template:
             ids = tokenizer.apply_chat_template(
                 [*messages, {"role": "assistant", "content": response}], return_tensors="pt", return_dict=False
@@ -76,7 +76,7 @@ def test_special_tokens_in_texts_are_those_of_the_policy(base: Path, tmp_path: P
     [score] = (
         Engines(config, ())
         .reward_model()
-        .scores([([{"role": "user", "content": "a<eos>b"}], "c")], micro_batch_tokens=100)
+        .scores([(Chat([{"role": "user", "content": "a<eos>b"}]), "c")], micro_batch_tokens=100)
     )
     ids = AutoTokenizer.from_pretrained(folder)("a<eos>bc<eos>", return_tensors="pt")["input_ids"]
     with torch.no_grad():
@@ -90,11 +90,11 @@ def test_a_process_reward_is_read_at_the_last_token_of_each_step(base: Path, tmp
     engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
     found = engine.steps(SAID, ".", micro_batch_tokens=10_000)
     model = AutoModelForTokenClassification.from_pretrained(folder)
-    for (messages, response), steps in zip(SAID, found, strict=True):
-        (text, _), start = with_response(messages, response, engine.tokenizer)
+    for (chat, response), steps in zip(SAID, found, strict=True):
+        (text, _), start = with_response(chat, response, engine.tokenizer)
         with torch.no_grad():
             logits = model(engine.tokenizer(text, return_tensors="pt")["input_ids"]).logits[0].softmax(-1)[:, 1]
-        ends = {0: [], 1: [], 2: [5, 7]}[SAID.index((messages, response))]
+        ends = {0: [], 1: [], 2: [5, 7]}[SAID.index((chat, response))]
         ends = [12] if response.startswith(" so") else ends
         assert [step.end for step in steps] == ends
         assert start is not None
@@ -110,7 +110,7 @@ def test_a_template_that_changes_responses_loses_their_steps(base: Path, tmp_pat
     )
     engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
     with pytest.raises(UserError, match="chat template changes a response"):
-        engine.steps([([{"role": "user", "content": "a"}], "b")], ".", micro_batch_tokens=100)
+        engine.steps([(Chat([{"role": "user", "content": "a"}]), "b")], ".", micro_batch_tokens=100)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_response_is_not_mistaken_for_what_the_template_adds(response: str) ->
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    (text, _), start = with_response([{"role": "user", "content": "d e im"}], response, tokenizer)
+    (text, _), start = with_response(Chat([{"role": "user", "content": "d e im"}]), response, tokenizer)
     assert start == text.rindex("assistant\n") + len("assistant\n")
 
 
@@ -180,7 +180,7 @@ def test_a_response_cannot_end_its_turn(base: Path, tmp_path: Path) -> None:
     folder = tiny.reward_model_folder(tmp_path / "judge", base)
     config = RewardModelConfig(path=str(folder), dtype="float32")
     engine = RewardEngine(load_reward_model(config), load_tokenizer(config))
-    question = [Message(role="user", content="why")]
+    question = Chat([Message(role="user", content="why")])
     [score] = engine.scores([(question, "so<eos>")], micro_batch_tokens=100)
     letters = engine.tokenizer.convert_tokens_to_ids([*"whyso<eos>"])
     alone = AutoModelForSequenceClassification.from_pretrained(folder)

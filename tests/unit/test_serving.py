@@ -217,7 +217,7 @@ def test_logs_become_prompts_and_trajectories(
     second = ask(client, messages, **WHOLE)
     ask(client, [{"role": "user", "content": "cut off"}], max_tokens=1, logprobs=True)
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    ask(client, [{"role": "user", "content": "a tool"}], tools=[tool])
+    offered = ask(client, [{"role": "user", "content": "a tool"}], tools=[tool], **WHOLE)
     client.completions.create(model="policy", prompt="text", max_tokens=4)
     ratings = tmp_path / "ratings.csv"
     ratings.write_text(f"id,rating,score\n{second.id},True,\nown,,0.25\nof nothing,,1\n")
@@ -236,6 +236,7 @@ def test_logs_become_prompts_and_trajectories(
     assert [(row["id"], row["score"], row["data_source"]) for row in rows] == [
         (first.id, None, "chat"),
         (second.id, 1.0, "chat"),
+        (offered.id, None, "chat"),
         ("own", 0.25, "chats"),
         ("chats-000001", 0.5, "forum"),
     ]
@@ -244,12 +245,13 @@ def test_logs_become_prompts_and_trajectories(
     assert rows[1]["prompt_ids"] == stored[0]["heard_ids"] + stored[0]["ids"] + stored[1]["heard_ids"]
     assert rows[1]["response_ids"] == stored[1]["ids"] and rows[1]["policy_version"] == 7
     assert rows[1]["rollout_log_probs"] == stored[1]["log_probs"]
-    assert rows[2]["response_ids"] is None, "a text has no tokens yet"
-    assert ingested.left_out == {"tools, or /v1/completions": 3, "cut off at the token limit": 1}
+    assert [json.loads(row["tools"] or "[]") for row in rows] == [[], [], [tool], [], []]
+    assert rows[3]["response_ids"] is None, "a text has no tokens yet"
+    assert ingested.left_out == {"calls of tools, or /v1/completions": 2, "cut off at the token limit": 1}
     assert ingested.unknown == 1
     liked = ingest([Run(store), str(chats)], str(ratings), min_score=0.5)
     assert [row["id"] for row in liked.trajectories.to_pylist()] == [second.id, "chats-000001"]
-    assert len(liked.prompts) == 5, "prompts need no rating, and no whole answer"
+    assert len(liked.prompts) == 6, "prompts need no rating, and no whole answer"
     for name, table in (("prompts", ingested.prompts), ("trajectories", ingested.trajectories)):
         pq.write_table(table, tmp_path / f"{name}.parquet")
     dataset = PromptDataset([str(tmp_path / "prompts.parquet")])
@@ -259,10 +261,11 @@ def test_logs_become_prompts_and_trajectories(
         cut_off,
         *(row["prompt"] for row in rows[2:]),
     ]
+    assert [list(prompt.tools) for prompt in dataset] == [[], [], [], [tool], [], []]
     examples, left_out = supervised(
         str(tmp_path / "trajectories.parquet"), tokenizer, prompt="prompt", response="response", max_tokens=500
     )
-    assert (len(examples), left_out) == (4, 0)
+    assert (len(examples), left_out) == (5, 0)
 
 
 def test_a_run_that_was_never_served(store: RunStore) -> None:

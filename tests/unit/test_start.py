@@ -219,6 +219,41 @@ def test_prompts_that_call_tools_are_rendered_or_refused_by_their_row(root: Path
     assert json.dumps(rendered)[1:-1] in first_prompt(config)
 
 
+def test_the_policy_sees_the_tools_of_a_row_or_the_start_is_refused(root: Path, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "description": "<eos>", "parameters": {"type": "object"}}}
+    path, template = tmp_path / "tools.jsonl", tmp_path / "template.jinja"
+    offered: tuple[object, ...] = (json.dumps([tool]), [], None)
+    row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}
+    path.write_text("".join(json.dumps({**row, "tools": tools}) + "\n" for tools in offered))
+    template.write_text("{{ tools | tojson if tools }}" + tiny.CHAT_TEMPLATE)
+    changes: dict[str, Any] = {"data__train": [str(path)], "reward__function": "length"}
+    fix = "set model.chat_template, choose a model that was trained to call tools, or rename the column"
+    no_template = f"{path}, line 1: the prompt has tools, and the model has no chat template: {fix}"
+    assert refusal(tiny.config(root, **changes)) == [no_template]
+    model = {"path": str(root / "model"), "chat_template": str(template), "dtype": "float32"}
+    config = tiny.config(root, model=model, **changes)
+    assert notes_of(config).splitlines() == [
+        f"1 of 3 prompts spell special tokens (<eos>), the first in {path}, line 1: they are text, unless "
+        "data.special_tokens is keep"
+    ]
+    assert json.dumps('"name": "add"')[1:-1] in first_prompt(config)
+    [line] = refusal(config.with_values({"data.max_prompt_tokens": 60}))
+    assert line.startswith(f"{path}, line 1: the prompt has 1")
+    assert "more than data.max_prompt_tokens 60" in line
+    [line] = refusal(config.with_values({"rollout.tools": "tests.tool_functions:weather"}))
+    assert line == (
+        f"{path}, line 1: the prompt has tools, and so has rollout.environment, whose tools the policy gets: remove "
+        "the column tools, or rollout.tools and rollout.mcp"
+    )
+    check_inputs(config.with_values({"rollout.environment": "calculator"}))
+    judge = str(tiny.reward_model_folder(tmp_path / "judge", root / "model"))
+    judged = tiny.config(
+        root, model=model, reward={"model": {"path": judge}, "function": None}, data__train=[str(path)]
+    )
+    assert refusal(judged) == [no_template], "the reward model has to see them, too"
+    check_inputs(judged.with_values({"reward.model.chat_template": str(template)}))
+
+
 def test_auto_goes_by_the_name_of_the_file_and_the_fix_that_it_names_works(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "gsm8k" / "train.jsonl"
     path.parent.mkdir()
@@ -307,18 +342,18 @@ def test_roles_that_a_template_does_not_know(
 
 def test_columns_that_the_policy_does_not_see_are_listed(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    tools = [{"function": {"name": "add"}}]
+    functions = [{"name": "add"}]
     others: list[dict[str, Any]] = [
         {},
-        {"tools": tools, "source": "any"},
-        {"tools": tools, "system": "Add."},
-        {"tools": [], "documents": None},
+        {"functions": functions, "source": "any"},
+        {"functions": functions, "system": "Add."},
+        {"functions": [], "documents": None},
     ]
     path.write_text("".join(json.dumps({"prompt": "2 + 2?", "answer": "4", **columns}) + "\n" for columns in others))
     notes = notes_of(tiny.config(root, data__train=[str(path)], reward__function="constant")).splitlines()
     where = "it is in extra_info, for rewards and environments, and the policy does not see it"
     assert [line for line in notes if "does not see" in line] == [
-        f"2 of 4 prompts have tools, the first in {path}, line 2: {where}",
+        f"2 of 4 prompts have functions, the first in {path}, line 2: {where}",
         f"1 of 4 prompts have system, the first in {path}, line 3: {where}",
     ]
 

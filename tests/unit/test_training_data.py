@@ -213,7 +213,6 @@ def test_of_an_agent_the_last_conversation_counts_with_its_own_messages() -> Non
     unusable = [
         [call(own), call(own)],
         [call({"prompt": "who?"})],
-        [call(own | {"tools": [{"type": "function"}]})],
         [call(own, tool_calls=[tools])],
         [call({"messages": [{"role": "tool", "content": "so", "tool_call_id": "1"}]})],
     ]
@@ -223,6 +222,19 @@ def test_of_an_agent_the_last_conversation_counts_with_its_own_messages() -> Non
     assert of_agent.left_out == {Reason.BRANCH: 1, Reason.TURNS: len(unusable)}
     [row] = of_agent.table.to_pylist()
     assert row["trajectory_id"] == "it000000-p00000-s00-b01"
+
+
+def test_tools_are_kept_with_their_prompt() -> None:
+    add, now = (json.dumps([{"type": "function", "function": {"name": name}}]) for name in ("add", "now"))
+    by_agent = trajectory("when?", "last", 1.0, rendered="<user>when?")
+    asked = {"messages": json.loads(by_agent["messages"]), "tools": json.loads(now)}
+    call = {"asked": json.dumps(asked), "answer": json.dumps({"role": "assistant", "content": "last"})}
+    by_agent["calls"] = [call | {"start": 0, "end": 1, "started": 0.0, "seconds": 1.0}]
+    offered = [group("who is it?", 1.0, 0.0, rendered="<user>who is it?", tools=tools) for tools in (None, add, now)]
+    found = made(stored_run([*offered, offered[1], [by_agent]]), Kind.sft, similarity=1.0)
+    assert found.table["tools"].to_pylist() == [None, add, now, now]
+    assert found.left_out == {Reason.DUPLICATE: 1}
+    assert "tools" not in made(stored_run([offered[0]]), Kind.sft).table.column_names
 
 
 def test_messages_where_the_policy_had_a_chat_template_and_else_texts() -> None:

@@ -16,7 +16,7 @@ from ratchet.rlhf.data.formats import formulas_of
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset, check_length, render
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.guarded_calls import try_environment
-from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
+from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer, tools_of_environment
 from ratchet.rlhf.errors import UserError, counted
 from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.rewards import auto
@@ -57,13 +57,14 @@ def check_prompts(
 
     Raises:
         UserError: prompts are too long, lack the ground truth for a built-in reward, have a data source that `auto` has
-            no reward for, cannot be scored, or make the environment fail; a line for each.
+            no reward for, have tools beside those of the environment, cannot be scored, or make the environment fail; a
+            line for each.
     """
     tokenizer = policy_tokenizer(model, environment, data.special_tokens)
     readers = [tokenizer, *([] if reward.model is None else [load_tokenizer(reward.model, writes=False)])]
     if len(dataset) > MANY_PROMPTS:
         note(f"checking {len(dataset)} prompts")
-    scan = _Scan(data, reward, readers)
+    scan = _Scan(data, reward, readers, bool(tools_of_environment(environment)))
     for prompt in dataset:
         scan.look_at(prompt)
     problems, tried = scan.problems, scan.samples
@@ -72,7 +73,7 @@ def check_prompts(
     if not problems:
 
         def write(prompt: Prompt, answer: str) -> TrialAnswer:
-            text = render(prompt.after(data.system_prompt), tokenizer, prompt.where, add_generation_prompt=True)
+            text = render(prompt.chat(data.system_prompt), tokenizer, prompt.where, add_generation_prompt=True)
             ids = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
             return TrialAnswer(text[-TAIL_CHARACTERS:], ids, response_text(ids, tokenizer))
 
@@ -109,9 +110,16 @@ def check_prompts(
 class _Scan:
     """One pass over the prompts."""
 
-    def __init__(self, data: DataConfig, reward: RewardConfig, readers: Sequence[PreTrainedTokenizerBase]) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        reward: RewardConfig,
+        readers: Sequence[PreTrainedTokenizerBase],
+        environment_has_tools: bool,
+    ) -> None:
         """Takes the tokenizers of the models that read the prompts, the policy's first."""
         self.data, self.reward, self.readers = data, reward, readers
+        self._environment_has_tools = environment_has_tools
         self.problems: dict[str, str] = {}
         """The first problem of each kind and data source."""
         self.doubtful: dict[str, Prompt] = {}
@@ -142,7 +150,7 @@ class _Scan:
         if prompt.data_source not in sources and len(sources) < SOURCES:
             sources[prompt.data_source] = prompt
         self._check_truth(prompt, sources.get(prompt.data_source))
-        if spelled := special_in(prompt.after(data.system_prompt), tokenizer):
+        if spelled := special_in(prompt.chat(data.system_prompt), tokenizer):
             self.spelling, self.first_spelling = self.spelling + 1, self.first_spelling or prompt.where
             self.special |= dict.fromkeys(sorted(spelled))
         for column in prompt.unseen:
@@ -185,15 +193,22 @@ class _Scan:
         )
 
     def _is_rendered(self, prompt: Prompt) -> bool:
-        """True if all chat templates accept the prompt's messages."""
-        messages = prompt.after(self.data.system_prompt)
-        roles = tuple(message["role"] for message in messages)
-        if prompt.has_keys or roles not in self._renders:
+        """True if all chat templates accept the prompt's messages and tools."""
+        if prompt.tools and self._environment_has_tools:
+            self.problems.setdefault(
+                "tools",
+                f"{prompt.where}: the prompt has tools, and so has rollout.environment, whose tools the policy gets: "
+                "remove the column tools, or rollout.tools and rollout.mcp",
+            )
+            return False
+        chat = prompt.chat(self.data.system_prompt)
+        roles = tuple(message["role"] for message in chat.messages)
+        if not prompt.is_plain or roles not in self._renders:
             try:
                 for reader in self.readers:
-                    render(messages, reader, prompt.where, add_generation_prompt=True)
+                    render(chat, reader, prompt.where, add_generation_prompt=True)
             except UserError as error:
-                added = len(messages) > len(prompt.messages)
+                added = len(chat.messages) > len(prompt.messages)
                 fix = " (data.system_prompt puts a system message in front: set it to null)" if added else ""
                 self.problems.setdefault("template", f"{error}{fix}")
                 self._renders[roles] = False
