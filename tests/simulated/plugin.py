@@ -1,4 +1,4 @@
-"""`python -m pytest -p tests.simulated.plugin` gives the simulated GPU to pytest and to all processes that it starts."""
+"""Gives the simulated GPU to pytest and all processes that it starts: `python -m pytest -p tests.simulated.plugin`."""
 
 import os
 from pathlib import Path
