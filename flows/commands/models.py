@@ -224,7 +224,6 @@ def ingest(
             raise
 
     ingested = read_logs([opened(source) for source in sources], ratings, min_score)
-    ingested = read_logs(logs, ratings, min_score)
     make_folder(output)
     for name, table in (("prompts", ingested.prompts), ("trajectories", ingested.trajectories)):
         write_parquet(table, str(output / f"{name}.parquet"))

@@ -451,14 +451,14 @@ class _Trajectory(_Part):
 
 
 def _texts(asked: Chat, answers: Chat, tools: Sequence[object]) -> dict[str, Any]:
-    """Returns a prompt as a dataset can hold it, and the response if there is one answer; None where tools are used."""
+    """Returns the prompt, or None if it has calls of tools; and the response if it is one text without tools."""
     messages = [
         {"role": "user" if message["role"] == ENVIRONMENT else message["role"], "content": message["content"]}
         for message in asked
     ]
-    prompt = messages if messages and not tools and all(map(_is_plain, asked)) else None
-    response = answers[0]["content"] if prompt and len(answers) == 1 and _is_plain(answers[0]) else None
-    return {"prompt": prompt, "response": response}
+    prompt = messages if messages and all(map(_is_plain, asked)) else None
+    is_text = prompt is not None and not tools and len(answers) == 1 and _is_plain(answers[0])
+    return {"prompt": prompt, "response": answers[0]["content"] if is_text else None}
 
 
 def _is_plain(message: Mapping[str, Any]) -> bool:

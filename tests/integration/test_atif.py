@@ -47,7 +47,7 @@ def _train(folder: Path, workspace: Path) -> None:
     shared: dict[str, Any] = {
         "run__store": f"file://{folder}/runs",
         "rollout__n": 8,
-        "rollout__max_response_tokens": 60,
+        "rollout__max_response_tokens": 90,
         "data__max_prompt_tokens": 400,
         "reward": {"function": None},
         "algorithm": {"advantage": {"type": "grpo"}},
@@ -153,5 +153,8 @@ def test_an_agents_conversations_are_one_file(runs: dict[str, Run], tmp_path: Pa
         assert all("timestamp" in step for step in tree["steps"] if "metrics" in step)
     ingested = ingest([str(tmp_path)])
     rows = ingested.trajectories.to_pylist()
-    assert all(row["prompt"] is None and row["response"] is None for row in rows[::2]), "a dataset holds no tools"
-    assert len(ingested.prompts) == 0, "and a summary answers no question of a dataset"
+    assert [row["id"][-4:] == "-b01" for row in rows] == [False, True] * 32
+    assert all(row["response"] is None for row in rows[::2]), "no text says which tokens called a tool"
+    asked = [row["prompt"][0]["content"] for row in ingested.prompts.to_pylist()]
+    assert len(asked) == 4 and "sum up" not in asked, "a summary answers no question of a dataset"
+    assert all("target" in row["reward_model"]["ground_truth"] for row in ingested.prompts.to_pylist())
