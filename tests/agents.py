@@ -82,7 +82,7 @@ TOOL = {
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
 TOOL_CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-"""A call of `TOOL`, which is one token of the model of `tiny.caller_folder`."""
+"""A call of `TOOL`, which may be one token of a model."""
 
 
 def calls_tools(task: Any, base_url: str, api_key: str, model: str) -> dict[str, float]:

@@ -240,7 +240,7 @@ def conversations(tree: Mapping[str, Any], where: str, name: str) -> list[dict[s
     Returns:
         A row for each conversation of answers with tokens, with the keys of `ingest.TRAJECTORIES`, except those that
         name the source. A conversation without tokens has those of its texts, and the messages before its last answer.
-        There is also the prompt's `ground_truth`.
+        There are also the prompt's `ground_truth`, and `is_whole`, which is False if an error ended the trajectory.
 
     Raises:
         UserError: it is not ATIF; the message has a line for each mistake.
@@ -385,6 +385,7 @@ class _Facts(_Part):
     policy_version: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     finish_reason: str | None = None
     ground_truth: JsonValue = None
+    rollout_error: str | None = None
     reward_parts: dict[str, Number] = {}
     last_token_ids: list[TokenId] = []
 
@@ -438,6 +439,7 @@ class _Trajectory(_Part):
             "finish_reason": facts.finish_reason,
             "reward_parts": list(facts.reward_parts.items()) or None,
             "ground_truth": facts.ground_truth,
+            "is_whole": facts.rollout_error is None,
         }
         if drawn:
             drawn[-1].hear(facts.last_token_ids)

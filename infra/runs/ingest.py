@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -57,6 +58,9 @@ SCORES = ("score", "rating")
 TOOLS = "tools, or /v1/completions"
 """The reason for leaving out an answer whose prompt a dataset cannot hold."""
 NO_TEXT = "an agent's, without tokens, that is no chat without tools"
+FAILED = "an error ended the trajectory"
+HARBOR = "result.json"
+"""File beside the folder of a trial's trajectory in a job of Harbor, which has the rewards."""
 SHOWN = 20
 """Maximum number of mistakes that an error lists."""
 
@@ -220,12 +224,29 @@ def _of_atif(
     tree: Mapping[str, Any], where: str, url: str, name: str, left_out: Counter[str]
 ) -> Iterator[dict[str, Any]]:
     """Yields the conversations of an agent's trajectory; only the first one asks what a dataset asked."""
+    reward = _reward_of_trial(Path(url))
     for number, row in enumerate(conversations(tree, where, name)):
+        left_out[FAILED] += not row["is_whole"]
         if row["response"] is None and "response_ids" not in row:
-            left_out[NO_TEXT] += 1
-        else:
-            source = {"source": url, "data_source": row["data_source"] or name_of(url)}
-            yield {**row, **source, "is_question": number == 0}
+            left_out[NO_TEXT] += row["is_whole"]
+            continue
+        row["score"] = reward if row["score"] is None else row["score"]
+        source = {"source": url, "data_source": row["data_source"] or name_of(url)}
+        yield {**row, **source, "is_question": number == 0}
+
+
+def _reward_of_trial(trajectory: Path) -> float | None:
+    """Returns the reward that Harbor stores beside the trajectory of a trial; None elsewhere."""
+    path = trajectory.parent.parent / HARBOR
+    if trajectory.parent.name != "agent" or not path.is_file():
+        return None
+    try:
+        rewards = (json.loads(path.read_bytes()).get("verifier_result") or {}).get("rewards") or {}
+        return None if rewards.get("reward") is None else float(rewards["reward"])
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path}: verifier_result.rewards.reward is no number ({in_one_line(error)}): correct it, or move the file"
+        ) from None
 
 
 def _ratings(url: str) -> dict[str, float]:

@@ -70,7 +70,8 @@ class ExpertAnswers:
         """Reads the answer in a row, counted over all files. A text ends with the end of turn."""
         where, row = self._row(number)
         if (drawn := drawn_tokens(row, where, tokenizer)) is not None:
-            return ExpertAnswer(where, drawn.response_ids, drawn.mask, str(row.get("finish_reason") or "stop"))
+            finish_reason = "length" if row.get("finish_reason") == "length" else "stop"
+            return ExpertAnswer(where, drawn.response_ids, drawn.mask, finish_reason)
         ids = _answer_ids(_example(row, where)[1], tokenizer)
         return ExpertAnswer(where, ids, [1] * len(ids), "stop")
 

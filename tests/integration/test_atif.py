@@ -14,7 +14,11 @@ from ratchet.flows.train import train
 from ratchet.infra.runs.atif import document, export_trajectories
 from ratchet.infra.runs.ingest import Ingested, ingest
 from ratchet.infra.runs.joined_rows import JoinedRows
+from ratchet.infra.runs.parquet_file import write_parquet
 from ratchet.infra.runs.run import Run, open_run
+from ratchet.rlhf.data.examples import supervised
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.schema import trajectory_of
 from tests import agents, tiny
 from tests.prefect_server import locked
@@ -158,3 +162,55 @@ def test_an_agents_conversations_are_one_file(runs: dict[str, Run], tmp_path: Pa
     asked = [row["prompt"][0]["content"] for row in ingested.prompts.to_pylist()]
     assert len(asked) == 4 and "sum up" not in asked, "a summary answers no question of a dataset"
     assert all("target" in row["reward_model"]["ground_truth"] for row in ingested.prompts.to_pylist())
+
+
+def test_trajectories_of_several_turns_are_learned_from(
+    runs: dict[str, Run], workspace: Path, tmp_path: Path, prefect_server: str
+) -> None:
+    export_trajectories(runs["talks"], _folder(tmp_path / "talks"), 1)
+    table = ingest([str(tmp_path / "talks")]).trajectories
+    write_parquet(table, str(tmp_path / "talks.parquet"))
+    config = tiny.config(
+        workspace,
+        run__name="again",
+        run__store=f"file://{tmp_path}/runs",
+        data__train=runs["talks"].config.data.train,
+        data__max_prompt_tokens=400,
+        data__replay={"files": [str(tmp_path / "talks.parquet")], "share": 1.0},
+        rollout__n=3,
+        rollout__max_response_tokens=90,
+        reward__function="tests.rewards:letters",
+        algorithm__advantage={"type": "grpo"},
+        critic=None,
+        actor__micro_batch_tokens=2048,
+        train__iterations=2,
+    )
+    train(config)
+    rows = [row for row in rows_of(open_run(f"file://{tmp_path}/runs/again")) if row["by_expert"]]
+    assert len(rows) == 8, "one of each prompt's answers"
+    known = table.to_pylist()
+    for row in rows:
+        source = known[int(row["replayed_from"].rpartition(" ")[2]) - 1]
+        for column in ("prompt_ids", "response_ids", "response_mask", "finish_reason"):
+            assert row[column] == source[column]
+        assert row["loss_mask"] == source["response_mask"], "what the environment said is read, and not learned"
+    assert any(0 in row["response_mask"] for row in rows)
+
+
+def test_supervised_examples_have_the_tokens_of_the_policy(runs: dict[str, Run], tmp_path: Path) -> None:
+    export_trajectories(runs["calls"], _folder(tmp_path / "calls"), 0)
+    table = ingest([str(tmp_path / "calls")]).trajectories
+    path = tmp_path / "calls.parquet"
+    write_parquet(table, str(path))
+    tokenizer = load_tokenizer(runs["calls"].config.model)
+    columns = {"prompt": "prompt", "response": "response"}
+    examples, left_out = supervised(str(path), tokenizer, max_tokens=1000, **columns)
+    several = [number for number, row in enumerate(table.to_pylist()) if row["response"] is None]
+    assert len(examples) == len(table) and left_out == 0 and len(several) >= 32
+    for number in several:
+        row = table.to_pylist()[number]
+        assert examples.list("response_ids")[number] == row["response_ids"]
+        assert examples.list("loss_mask")[number] == row["response_mask"]
+    other = tiny.character_tokenizer("ab")
+    with pytest.raises(UserError, match=r"row 1: prompt_ids should be a list of numbers from 0 to 4: .* this model's"):
+        supervised(str(path), other, max_tokens=1000, **columns)
