@@ -121,13 +121,14 @@ def _expert_answers(driver: Driver, paths: tuple[str, ...]) -> Matched:
         if matched.unknown:
             note(
                 f"{matched.unknown} of the {len(experts)} answers in data.replay.files are to prompts that data.train "
-                "does not have: left out"
+                "does not have, or that have other tokens: left out"
             )
         if not matched.by_row:
             raise UserError(
                 f"data.replay.files ({', '.join(paths)}): no answer is left: of {len(experts)}, {matched.too_long} are "
                 f"longer than rollout.max_response_tokens {config.rollout.max_response_tokens}, and "
-                f"{matched.unknown} are to prompts that data.train does not have (messages and tools must be equal)"
+                f"{matched.unknown} are to prompts that data.train does not have (messages and tools must be equal, "
+                "and those of trajectories with tokens token by token)"
             )
         driver.expert_answers = matched
     return driver.expert_answers

@@ -75,3 +75,28 @@ def stumbles(task: Any, base_url: str, api_key: str, model: str) -> float:
         answer = client.chat.completions.create(model=model, messages=messages).choices[0].message
         messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "more"}]
     return 1.0
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+TOOL_CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+"""A call of `TOOL`, which may be one token of a model."""
+
+
+def calls_tools(task: Any, base_url: str, api_key: str, model: str) -> dict[str, float]:
+    """Takes three turns with a tool, then sums up in a conversation of its own; the reward counts the calls."""
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    tools: list[Any] = [TOOL]
+    messages: list[Any] = [*task["messages"]]
+    calls = 0
+    for _ in range(3):
+        answer = client.chat.completions.create(model=model, messages=messages, tools=tools, max_tokens=6)
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "42"} for call in message.tool_calls or ()]
+        messages += results or [{"role": "user", "content": "more"}]
+        calls += len(results)
+    client.chat.completions.create(model=model, messages=[{"role": "user", "content": "sum up"}], max_tokens=4)
+    return {"reward": calls / 3, "calls": calls}

@@ -195,7 +195,8 @@ def ingest(
         list[str],
         typer.Argument(
             metavar="RUN|FILE...",
-            help="runs that were served, and files of chats (Parquet, Arrow, JSON, CSV)",
+            help="runs that were served, and files or folders of chats (Parquet, Arrow, JSON, CSV) and of agents' "
+            "trajectories (ATIF)",
             autocompletion=run_names,
         ),
     ],
@@ -206,17 +207,23 @@ def ingest(
     ] = None,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Turn the answers of `ratchet serve`, and files of chats, into prompts for training and trajectories."""
+    """Turn answers of `ratchet serve`, files of chats, and agents' trajectories into prompts and trajectories."""
     from ratchet.infra.runs.ingest import ingest as read_logs
     from ratchet.infra.runs.parquet_file import write_parquet
     from ratchet.infra.runs.run import open_run
     from ratchet.rlhf.config.sections import ENDINGS
 
-    is_file = [source.endswith(ENDINGS) or Path(source).is_file() for source in sources]
-    logs = [
-        source if of_file else open_run(url_of(source, store)) for source, of_file in zip(sources, is_file, strict=True)
-    ]
-    ingested = read_logs(logs, ratings, min_score)
+    def opened(source: str) -> Run | str:
+        if source.endswith(ENDINGS) or Path(source).is_file():
+            return source
+        try:
+            return open_run(url_of(source, store))
+        except UserError:
+            if Path(source).is_dir():
+                return source
+            raise
+
+    ingested = read_logs([opened(source) for source in sources], ratings, min_score)
     make_folder(output)
     for name, table in (("prompts", ingested.prompts), ("trajectories", ingested.trajectories)):
         write_parquet(table, str(output / f"{name}.parquet"))
@@ -235,13 +242,31 @@ def export(
     role: RoleOption = "actor",
     best: Best = False,
     adapter: Adapter = False,
+    trajectories: Annotated[
+        bool,
+        typer.Option(
+            "--trajectories",
+            help="write the trajectories instead, each as a file of ATIF (Harbor's JSON format); with --iteration K "
+            "only those of iteration K",
+        ),
+    ] = False,
     trust_code: TrustCode = False,
 ) -> None:
     """Write the model of a snapshot as a Hugging Face folder, with its tokenizer and a model card."""
     from ratchet.flows.terminal import progress
     from ratchet.infra.runs.run import open_run
 
+    if trajectories and (best or adapter or role != "actor"):
+        raise UserError("--trajectories writes no model: leave out --best, --adapter and --role")
     run = open_run(url_of(name, store))
+    if trajectories:
+        from ratchet.infra.runs.atif import export_trajectories
+
+        make_folder(folder)
+        with progress(console):
+            count = export_trajectories(run, folder, iteration)
+        console.print(f"{count} trajectories are in {folder}", highlight=False)
+        return
     with progress(console):
         version = _snapshot(run, iteration, best)
     run.exportable(version, role, adapter=adapter)

@@ -1,4 +1,5 @@
-"""Logs of chats as prompts and trajectories: the stored answers of `ratchet serve`, and files of conversations."""
+"""Logs of chats as prompts and trajectories: the stored answers of `ratchet serve`, and files of conversations or of
+agents' trajectories (ATIF)."""
 
 from __future__ import annotations
 
@@ -7,18 +8,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from ratchet.infra.runs.atif import conversations, is_atif
 from ratchet.infra.runs.run import Run
 from ratchet.infra.runs.served import served
 from ratchet.rlhf.data.examples import example_of
-from ratchet.rlhf.data.files import read
-from ratchet.rlhf.data.folders import name_of
+from ratchet.rlhf.data.files import open_rows, read
+from ratchet.rlhf.data.folders import data_files, name_of
 from ratchet.rlhf.data.formats import Messages, tools_column
 from ratchet.rlhf.errors import UserError, counted, in_one_line
-from ratchet.rlhf.schema import MESSAGES
+from ratchet.rlhf.schema import MESSAGES, TRAJECTORY
 
 PROMPTS = pa.schema(
     {
@@ -44,13 +48,23 @@ TRAJECTORIES = pa.schema(
         "response_ids": pa.list_(pa.int32()),
         "rollout_log_probs": pa.list_(pa.float32()),
         "policy_version": pa.int32(),
+        **{name: TRAJECTORY[name].type for name in ("response_mask", "finish_reason", "reward_parts", "calls")},
     }
 )
-"""Columns of the trajectories. Those of tokens are null if the log is a file of texts."""
+"""Columns of the trajectories.
+
+Those of tokens are null if the log is a file of texts. `response` is null, and `response_mask` says which tokens are
+the policy's, if there are several answers or calls of tools. Only agents' trajectories have the last four."""
 SCORES = ("score", "rating")
 """Columns of a rating, in order of precedence."""
 CALLS = "calls of tools, or /v1/completions"
 """The reason for leaving out an answer whose prompt a dataset cannot hold."""
+NO_TEXT = "an agent's, without tokens, that is no chat without tools"
+FAILED = "an error ended the trajectory"
+HARBOR = "result.json"
+"""File beside the folder of a trial's trajectory in a job of Harbor, which has the rewards."""
+SHOWN = 20
+"""Maximum number of mistakes that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -71,47 +85,55 @@ def ingest(sources: Sequence[Run | str], ratings: str | None = None, min_score: 
     """Reads logs of chats.
 
     Args:
-        sources: runs whose snapshots were served, and files of conversations: rows of `messages` or `conversations`
-            that end with an answer, or of `prompt` and `response`, perhaps with `id`, `score` or `rating`, and
-            `data_source`.
+        sources: runs whose snapshots were served; files, or folders of files, of conversations: rows of `messages` or
+            `conversations` that end with an answer, or of `prompt` and `response`, perhaps with `id`, `score` or
+            `rating`, and `data_source`; and those of ATIF, one trajectory in a JSON file or a line.
         ratings: file with rows of `id`, the id of a completion, and `score` or `rating`; it may rate answers of runs
             and of files.
         min_score: leave answers with a lower score, or none, out of the trajectories.
 
     Returns:
-        The prompts and the trajectories. Of a run, each answer is a trajectory; of a file, the last answer of each row.
+        The prompts and the trajectories. Of a run, each answer is a trajectory; of a file, the last answer of each row;
+        of ATIF, each conversation.
 
     Raises:
-        UserError: a row is malformed (the message names it), a run was never served, or nothing is left.
+        UserError: rows are malformed (the message names them), a run was never served, or nothing is left.
         Corrupt: answers of a run are missing or damaged.
     """
     rated = {} if ratings is None else _ratings(ratings)
     prompts: dict[str, dict[str, Any]] = {}
     trajectories: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
-    known = set[str]()
+    known, mistakes = set[str](), list[str]()
     for source in sources:
-        for trajectory in _of_run(source, left_out) if isinstance(source, Run) else _of_file(source, left_out):
+        for trajectory in (
+            _of_run(source, left_out) if isinstance(source, Run) else _of_files(source, left_out, mistakes)
+        ):
             known.add(trajectory["id"])
             trajectory["score"] = rated.get(trajectory["id"], trajectory["score"])
-            prompts.setdefault(
-                json.dumps([trajectory["prompt"], trajectory["tools"]]),
-                {
-                    "data_source": trajectory["data_source"],
-                    "prompt": trajectory["prompt"],
-                    "tools": trajectory["tools"],
-                    "ability": "",
-                    "reward_model": {"style": "", "ground_truth": None},
-                    "extra_info": {"id": trajectory["id"], "score": trajectory["score"]},
-                },
-            )
+            if trajectory["prompt"] is not None and trajectory.pop("is_question", True):
+                truth = trajectory.get("ground_truth")
+                prompts.setdefault(
+                    json.dumps([trajectory["prompt"], trajectory.get("tools")]),
+                    {
+                        "data_source": trajectory["data_source"],
+                        "prompt": trajectory["prompt"],
+                        "tools": trajectory.get("tools"),
+                        "ability": "",
+                        "reward_model": {"style": "", "ground_truth": truth if isinstance(truth, str) else None},
+                        "extra_info": {"id": trajectory["id"], "score": trajectory["score"]},
+                    },
+                )
             if not trajectory.pop("is_whole", True):
                 continue
             if min_score is not None and (trajectory["score"] is None or trajectory["score"] < min_score):
                 left_out[f"no score of at least {min_score:g}"] += 1
             else:
                 trajectories.append(trajectory)
-    if not prompts:
+    if mistakes:
+        more = [f"and {counted(len(mistakes) - SHOWN, 'more mistake')}"] if len(mistakes) > SHOWN else []
+        raise UserError("\n".join([*mistakes[:SHOWN], *more]))
+    if not prompts and not trajectories:
         reasons = "; ".join(f"{counted(count, 'answer')}: {reason}" for reason, count in left_out.items())
         raise UserError(f"nothing is left of these logs{f' ({reasons})' if reasons else ''}")
     return Ingested(
@@ -166,27 +188,72 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
     return not message.get("tool_calls") and message["role"] != "tool" and message.get("content") is not None
 
 
-def _of_file(url: str, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Yields the last answer of each row of a file, for chats without calls of tools."""
-    for number, (where, row) in enumerate(read(url)):
-        if (example := example_of(row, where)) is None:
-            raise UserError(
-                f"{where}: chats are rows of messages or conversations that end with an answer, or of prompt and "
-                f"response; there are {in_one_line(', '.join(row))}"
-            )
-        (prompt, tools), response = example
-        if not all(map(_is_plain, prompt)):
-            left_out[CALLS] += 1
+def _of_files(url: str, left_out: Counter[str], mistakes: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields the answers of a file, or of all files of a folder. A malformed file adds to the mistakes."""
+    numbers = count()
+    for file in data_files(url):
+        try:
+            for where, row in open_rows(file):
+                name = f"{name_of(url)}-{next(numbers):06d}"
+                if is_atif(row):
+                    yield from _of_atif(row, where, file, name, left_out)
+                else:
+                    yield from _of_chat(row, where, url, name, left_out)
+        except UserError as error:
+            mistakes += str(error).splitlines()
+
+
+def _of_chat(
+    row: Mapping[str, Any], where: str, url: str, name: str, left_out: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields the last answer of a chat without calls of tools."""
+    if (example := example_of(row, where)) is None:
+        raise UserError(
+            f"{where}: chats are rows of messages or conversations that end with an answer, or of prompt and "
+            f"response; there are {in_one_line(', '.join(row))}"
+        )
+    (prompt, tools), response = example
+    if not all(map(_is_plain, prompt)):
+        left_out[CALLS] += 1
+        return
+    yield {
+        "id": str(row.get("id") or name),
+        "source": url,
+        "data_source": str(row.get("data_source") or name_of(url)),
+        "prompt": prompt,
+        "tools": tools_column(tools),
+        "response": response,
+        "score": _score(row, where),
+    }
+
+
+def _of_atif(
+    tree: Mapping[str, Any], where: str, url: str, name: str, left_out: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields the conversations of an agent's trajectory; only the first one asks what a dataset asked."""
+    reward = _reward_of_trial(Path(url))
+    for number, row in enumerate(conversations(tree, where, name)):
+        left_out[FAILED] += not row["is_whole"]
+        if row["response"] is None and "response_ids" not in row:
+            left_out[NO_TEXT] += row["is_whole"]
             continue
-        yield {
-            "id": str(row.get("id") or f"{name_of(url)}-{number:06d}"),
-            "source": url,
-            "data_source": str(row.get("data_source") or name_of(url)),
-            "prompt": prompt,
-            "tools": tools_column(tools),
-            "response": response,
-            "score": _score(row, where),
-        }
+        row["score"] = reward if row["score"] is None else row["score"]
+        source = {"source": url, "data_source": row["data_source"] or name_of(url)}
+        yield {**row, **source, "is_question": number == 0}
+
+
+def _reward_of_trial(trajectory: Path) -> float | None:
+    """Returns the reward that Harbor stores beside the trajectory of a trial; None elsewhere."""
+    path = trajectory.parent.parent / HARBOR
+    if trajectory.parent.name != "agent" or not path.is_file():
+        return None
+    try:
+        rewards = (json.loads(path.read_bytes()).get("verifier_result") or {}).get("rewards") or {}
+        return None if rewards.get("reward") is None else float(rewards["reward"])
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path}: verifier_result.rewards.reward is no number ({in_one_line(error)}): correct it, or move the file"
+        ) from None
 
 
 def _ratings(url: str) -> dict[str, float]:

@@ -39,7 +39,7 @@ class JoinedRows:
         self._run = run
         self._states = [run.store.iteration_state(iteration) for iteration in range(run.state.iteration + 1)]
         if not run.state.iteration:
-            raise UserError(f"{run.store.url}: no iteration is closed yet, so there are no trajectories to push")
+            raise UserError(f"{run.store.url}: no iteration is closed yet, so there are no trajectories")
         types: dict[str, pa.DataType] = {}
         for state in self._states:
             for stage in self._stages(state):

@@ -62,11 +62,17 @@ class CallInputs:
 
     def _expert_answer(self, call: Call[C], experience: ExpertExperience, number: int) -> ReplayedAnswer:
         """Returns an answer of an expert, with log-probs of 0: the expert's own are unknown."""
-        where, ids = self._resources.experts(experience.files).answer(number, self._resources.tokenizer)
+        answer = self._resources.experts(experience.files).answer(number, self._resources.tokenizer)
         assert call.weights is not None, "the rollout has weights"
-        size = len(ids)
+        size = len(answer.ids)
         return ReplayedAnswer(
-            ids, [0.0] * size, [1] * size, [call.weights.version] * size, "stop", where, by_expert=True
+            answer.ids,
+            [0.0] * size,
+            answer.mask,
+            [call.weights.version] * size,
+            answer.finish_reason,
+            answer.where,
+            by_expert=True,
         )
 
     def journaled(self, call: Call[C]) -> Journaled:

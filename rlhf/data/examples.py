@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.data.chat_turns import token_ids
@@ -25,10 +25,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+class DrawnTokens(NamedTuple):
+    """A trajectory of several answers, or with calls of tools, which only its tokens say: what `ratchet ingest` writes
+    of agents' trajectories."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    mask: list[int]
+    """1 for the model's tokens, 0 for those that it read."""
+
+
 def supervised(
     url: str, tokenizer: PreTrainedTokenizerBase, *, prompt: str, response: str, max_tokens: int
 ) -> tuple[TrajectoryBatch, int]:
-    """Reads supervised examples; see `example_of`.
+    """Reads supervised examples; see `example_of`. Of `drawn_tokens`, those that the model wrote are learned.
 
     Args:
         url: Parquet or JSON file, any fsspec URL, or a local folder; see `data_files`.
@@ -40,10 +50,16 @@ def supervised(
     Raises:
         UserError: a row is malformed (the message names it), or no example is left.
     """
-    prompts, responses = [], []
+    prompts, responses, masks = [], [], []
     examples, end = 0, end_of_turn(tokenizer)
     for where, row in read(url):
         examples += 1
+        if (drawn := drawn_tokens(row, where, tokenizer, response=response)) is not None:
+            if len(drawn.prompt_ids) + len(drawn.response_ids) <= max_tokens:
+                prompts.append(drawn.prompt_ids)
+                responses.append(drawn.response_ids)
+                masks.append(drawn.mask)
+            continue
         if (example := example_of(row, where, prompt=prompt, response=response)) is None:
             raise UserError(
                 f"{where} has no {prompt if prompt not in row else response}: supervised examples are rows of {prompt} "
@@ -59,8 +75,8 @@ def supervised(
         if len(prompt_ids) + len(response_ids) <= max_tokens:
             prompts.append(prompt_ids)
             responses.append(response_ids)
+            masks.append([1] * len(response_ids))
     _check_not_empty(prompts, f"{url}, up to max_tokens {max_tokens},")
-    masks = [[1] * len(response_ids) for response_ids in responses]
     columns = {"prompt_ids": prompts, "response_ids": responses, "loss_mask": masks}
     return TrajectoryBatch.of(columns), examples - len(prompts)
 
@@ -94,6 +110,34 @@ def example_of(
     messages, answer = answered(row[conversation], where, conversation)
     messages = with_system(messages, row) if conversation == "conversations" else messages
     return _seen((messages, answer), row, where)
+
+
+def drawn_tokens(
+    row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, *, response: str = "response"
+) -> DrawnTokens | None:
+    """Returns the tokens of a row with `prompt_ids`, `response_ids` and `response_mask` whose response is null; None of
+    other rows.
+
+    Raises:
+        UserError: a column has another form, or tokens that the tokenizer lacks.
+    """
+    if row.get("response_ids") is None or row.get(response) is not None:
+        return None
+    drawn = DrawnTokens(*(row.get(name) for name in ("prompt_ids", "response_ids", "response_mask")))  # type: ignore[arg-type]  # checked below
+    for name, numbers in zip(("prompt_ids", "response_ids", "response_mask"), drawn, strict=True):
+        limit = 2 if name == "response_mask" else len(tokenizer)
+        known = isinstance(numbers, list) and bool(numbers) and all(isinstance(number, int) for number in numbers)
+        if not known or not 0 <= min(numbers) <= max(numbers) < limit:
+            raise UserError(
+                f"{where}: {name} should be a list of numbers from 0 to {limit - 1}: draw the trajectories with this "
+                "model's tokenizer"
+            )
+    if len(drawn.mask) != len(drawn.response_ids):
+        raise UserError(
+            f"{where}: response_mask has {len(drawn.mask)} numbers, and response_ids {len(drawn.response_ids)}: write "
+            "one for each token"
+        )
+    return drawn
 
 
 def preferences(

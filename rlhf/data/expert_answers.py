@@ -9,19 +9,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratchet.rlhf.data import files
-from ratchet.rlhf.data.examples import example_of
+from ratchet.rlhf.data.examples import DrawnTokens, drawn_tokens, example_of
 from ratchet.rlhf.data.folders import data_files
-from ratchet.rlhf.data.formats import Chat
-from ratchet.rlhf.data.prompts import Prompt, PromptDataset, end_of_turn
+from ratchet.rlhf.data.formats import Chat, messages_of, tools_of
+from ratchet.rlhf.data.prompts import Prompt, PromptDataset, end_of_turn, tokenize_prompt
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PreTrainedTokenizerBase
+
+    from ratchet.rlhf.data.files import Row
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,18 @@ class Matched:
     too_long: int
     """Number of answers that exceed the maximum length of a response."""
     unknown: int
-    """Number of answers to prompts that the dataset lacks."""
+    """Number of answers to prompts that the dataset lacks, or whose tokens are not those of the dataset's prompt."""
+
+
+class ExpertAnswer(NamedTuple):
+    """An expert's answer, for a policy."""
+
+    where: str
+    """Its place, for people."""
+    ids: list[int]
+    mask: list[int]
+    """1 for the expert's tokens, 0 for those that it read between its turns."""
+    finish_reason: str
 
 
 class ExpertAnswers:
@@ -53,11 +66,14 @@ class ExpertAnswers:
         """The sha256 of each path, in order."""
         return " ".join(map(files.digest, self._paths))
 
-    def answer(self, number: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-        """Reads the answer in a row, counted over all files; returns its place, for people, and its tokens with the end
-        of turn."""
-        where, _, text = self._row(number)
-        return where, _answer_ids(text, tokenizer)
+    def answer(self, number: int, tokenizer: PreTrainedTokenizerBase) -> ExpertAnswer:
+        """Reads the answer in a row, counted over all files. A text ends with the end of turn."""
+        where, row = self._row(number)
+        if (drawn := drawn_tokens(row, where, tokenizer)) is not None:
+            finish_reason = "length" if row.get("finish_reason") == "length" else "stop"
+            return ExpertAnswer(where, drawn.response_ids, drawn.mask, finish_reason)
+        ids = _answer_ids(_example(row, where)[1], tokenizer)
+        return ExpertAnswer(where, ids, [1] * len(ids), "stop")
 
     def matched(
         self, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, system_prompt: str | None, max_tokens: int
@@ -68,13 +84,23 @@ class ExpertAnswers:
             system_prompt: system message for prompts that have none, in the dataset and in the files.
         """
         by_prompt: dict[bytes, list[int]] = defaultdict(list)
-        too_long = 0
+        too_long = without_prompt = 0
         for number in range(len(self)):
-            _, (messages, tools), text = self._row(number)
-            if len(_answer_ids(text, tokenizer)) > max_tokens:
-                too_long += 1
+            where, row = self._row(number)
+            drawn = drawn_tokens(row, where, tokenizer)
+            if drawn is None:
+                (messages, tools), text = _example(row, where)
+                ids = _answer_ids(text, tokenizer)
             else:
-                question = Prompt("", messages, None, ground_truth_is_json=False, extra_info="{}", tools=tools)
+                # null: an agent put calls of tools before its first answer
+                messages = messages_of(row["prompt"], where) if row.get("prompt") else []
+                tools, ids = tools_of(row, where), drawn.response_ids
+            question = Prompt("", messages, None, ground_truth_is_json=False, extra_info="{}", tools=tools, where=where)
+            if len(ids) > max_tokens:
+                too_long += 1
+            elif drawn is not None and not _asks(question, drawn, tokenizer, system_prompt):
+                without_prompt += 1
+            else:
                 by_prompt[_key(question, system_prompt)].append(number)
         by_row: dict[int, tuple[int, ...]] = {}
         known = set[bytes]()
@@ -84,17 +110,25 @@ class ExpertAnswers:
                 known.add(key)
                 by_row[dataset.row(index)] = tuple(by_prompt[key])
         unknown = sum(len(numbers) for key, numbers in by_prompt.items() if key not in known)
-        return Matched(by_row, too_long, unknown)
+        return Matched(by_row, too_long, unknown + without_prompt)
 
-    def _row(self, number: int) -> tuple[str, Chat, str]:
+    def _row(self, number: int) -> Row:
         file = bisect_right(self._starts, number) - 1
-        where, row = self._files[file][number - self._starts[file]]
-        if (example := example_of(row, where)) is None:
-            raise UserError(
-                f"{where}: answers of experts are rows of prompt and response (or completion), or of messages or "
-                f"conversations that end with the answer; there are {in_one_line(', '.join(row))}"
-            )
-        return where, *example
+        return self._files[file][number - self._starts[file]]
+
+
+def _example(row: Mapping[str, Any], where: str) -> tuple[Chat, str]:
+    if (example := example_of(row, where)) is None:
+        raise UserError(
+            f"{where}: answers of experts are rows of prompt and response (or completion), or of messages or "
+            f"conversations that end with the answer; there are {in_one_line(', '.join(row))}"
+        )
+    return example
+
+
+def _asks(question: Prompt, drawn: DrawnTokens, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> bool:
+    """Returns True if the policy reads a prompt as the tokens after which an answer was drawn."""
+    return bool(question.messages) and tokenize_prompt(question, tokenizer, system_prompt)[1] == drawn.prompt_ids
 
 
 def _answer_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -64,7 +64,8 @@ def open_rows(url: str) -> RowReader:
             `LISTS` and `OBJECTS`.
 
     Returns:
-        The rows. Those of a JSON array, of CSV and of a compressed file are held in memory.
+        The rows. Those of a JSON array, of CSV and of a compressed file are held in memory. A JSON object over several
+        lines is one row.
     """
     if url.endswith(".parquet"):
         return _Parquet(url)
@@ -76,10 +77,13 @@ def open_rows(url: str) -> RowReader:
     if name.endswith(".jsonl"):
         return _Lines(url)
     with _opened(url) as file:
-        begins = file.read(HEAD_BYTES).lstrip()[:1]
+        head = file.read(HEAD_BYTES).lstrip()
+    begins, (first, *others) = head[:1], head.split(b"\n", 1)
     if not url.endswith(ENDINGS) and begins not in (b"{", b"["):
         raise unread(url)
-    return _Held(url, _array(url)) if begins == b"[" else _Lines(url)
+    # the object of a line ends where the line does; otherwise the file is one object, over several lines
+    is_one = begins == b"{" and bool(others) and not first.rstrip().endswith(b"}")
+    return _Held(url, _whole(url)) if begins == b"[" or is_one else _Lines(url)
 
 
 def read(url: str) -> Iterator[Row]:
@@ -253,12 +257,14 @@ def _numbered(url: str, table: pa.Table, start: int) -> Iterator[Row]:
             yield f"{url}, row {number}", {**row, **lists}
 
 
-def _array(url: str) -> list[Any]:
+def _whole(url: str) -> list[Any]:
+    """Reads the rows of an array, or the object that the file holds."""
     with _opened(url) as file:
         try:
-            return list(json.load(file))
-        except ValueError as error:
-            raise UserError(f"{url} is not JSON: {error}") from None
+            value = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{url} is not JSON: {in_one_line(error)}") from None
+    return value if isinstance(value, list) else [value]
 
 
 def _csv(url: str, separator: str) -> list[dict[str, Any]]:
@@ -342,8 +348,8 @@ def _errors_of(url: str) -> Iterator[None]:
 def _object(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line.strip())
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {in_one_line(error)}") from None
     return _checked(row, where, may_hold_surrogates=b"\\u" in line)
 
 

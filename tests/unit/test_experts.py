@@ -66,9 +66,9 @@ def test_answers_are_found_by_their_prompts(tmp_path: Path) -> None:
     assert (matched.too_long, matched.unknown) == (1, 2)
     with_system = experts.matched(dataset, tokenizer, system_prompt="Be kind.", max_tokens=5)
     assert with_system.by_row[0] == (5,), "the prompt as the policy reads it"
-    where, ids = experts.answer(3, tokenizer)
+    where, ids, mask, _ = experts.answer(3, tokenizer)
     assert where == f"{tmp_path}/b.jsonl, line 1"
-    assert tokenizer.decode(ids) == "four<eos>"
+    assert tokenizer.decode(ids) == "four<eos>" and mask == [1] * len(ids)
 
 
 def test_an_answer_with_other_tools_is_to_another_prompt(tmp_path: Path) -> None:
