@@ -10,7 +10,7 @@ import torch
 from ratchet.rlhf.algorithms.advantages import AdvantageEstimator
 from ratchet.rlhf.algorithms.masked import LossNormalizers
 from ratchet.rlhf.algorithms.policy_losses import PolicyLossBase, SelectingLoss
-from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError, in_one_line
 
 Batch = dict[str, torch.Tensor]
 
@@ -135,7 +135,8 @@ def check_advantage(estimator: AdvantageEstimator, examples: int = 50) -> None:
             _require_shape(f"the estimator returned {name}", result, batch["mask"].shape)
         if metrics and not _are_numbers(metrics[0]):
             raise UserError(
-                f"the estimator returned the metrics {metrics[0]!r:.60}: return a dict of numbers by their names"
+                f"the estimator returned the metrics {in_one_line(repr(metrics[0])):.60}: return a dict of numbers by "
+                "their names"
             )
         return torch.stack(estimates)
 
