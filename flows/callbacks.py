@@ -10,6 +10,7 @@ from ratchet.infra.progress import note
 from ratchet.infra.runs.run import Run
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.metrics import VALIDATION
 from ratchet.rlhf.named import load_named, raised
 from ratchet.tasks.pipeline import all_stages
 
@@ -51,7 +52,7 @@ class Callbacks:
 
     def on_iteration(self, run: Run, iteration: int, metrics: Mapping[str, float]) -> None:
         """Calls `on_validation` of all callbacks if the iteration validated, then `on_iteration` of all."""
-        if validation := {name: value for name, value in metrics.items() if name.startswith("val-core/")}:
+        if validation := {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}:
             self.on_validation(run, iteration, validation)
         for name, callback in self._callbacks.items():
             self._call(name, callback.on_iteration, run, iteration, metrics)

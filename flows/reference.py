@@ -119,7 +119,8 @@ algorithm:
   loss: {type: my_losses.py:TruncatedRatio, options: {limit: 3.0}}
 ```
 
-The metrics of a loss are averaged over the tokens and named `actor/ratio`. Before a run starts, Ratchet tries the class on
+The metrics of a loss are averaged over the tokens and named `actor/ratio`. An estimator may return a dict of numbers after
+advantages and returns ([metrics.md](metrics.md#your-own)). Before a run starts, Ratchet tries the class on
 small random batches: shapes, finite values and gradients, masks, padding, micro-batches. `ratchet.testing.check_loss` and
 `check_advantage` do the same in your tests. The stage depends on the source of the class's module: if you change it,
 `ratchet plan` names it, and a fork continues from there. `CONTRIBUTING.md` shows an estimator, a stage and a callback.
@@ -280,6 +281,20 @@ or as a curve of `ratchet ui` and `ratchet report`. `ratchet query RUN "select *
 """
 
 STAGES_HEAD = """
+## Your own
+
+| your | reports | as |
+|---|---|---|
+| reward, or an agent's program | named parts beside the score, in the dict that it returns ([rewards.md](rewards.md), [agents.md](agents.md)) | `reward/<part>/mean` |
+| environment | `Observation(…, parts={"found": 1})`, summed over a trajectory ([rewards.md](rewards.md#your-own-environment)) | `reward/found/mean` |
+| advantage | a dict of numbers after advantages and returns ([algorithms.md](algorithms.md#your-own)) | `advantages/<name>` |
+| loss | a dict of tensors after the losses, averaged over the tokens ([algorithms.md](algorithms.md#your-own)) | `actor/<name>` |
+| stage | what its function `metrics` returns ([CONTRIBUTING.md](../CONTRIBUTING.md#a-stage)) | the same names |
+
+They are in the iteration's metrics file if the iteration reports them (not in every file, so DuckDB needs
+`union_by_name = true` for those that come and go), in `run.metrics()` and `ratchet query`, in trackers, and curves of
+`ratchet ui` and `ratchet report`.
+
 ## Names of stages
 
 A stage has its name in the store, in tables of `ratchet query` and in messages; a short one in `ratchet status`

@@ -24,7 +24,8 @@ class Chatty:
     def step(self, turn: str) -> Observation:
         self.turns += 1
         says: Any = "XY" if self.turns % 2 else [{"role": "user", "content": "and"}]
-        return Observation(None if self.turns == 4 else says, self.worth * sum(map(turn.count, "aeiou")))
+        heard = sum(map(turn.count, "aeiou"))
+        return Observation(None if self.turns == 4 else says, self.worth * heard, parts={"vowels": heard})
 
 
 class Structured:

@@ -51,6 +51,13 @@ def dataset(
     balance: Annotated[
         bool, typer.Option("--balance", help="cut every data source to the size of the smallest")
     ] = Selection.balance,
+    filter: Annotated[
+        str | None,
+        typer.Option(
+            help="your function of a trajectory that returns True to keep it, as package.module:function or "
+            "file.py:function; it chooses before groups are formed"
+        ),
+    ] = None,
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Make a dataset of the trajectories of one run or several, for TRL's trainers, `sft` and `reward-model`.
@@ -66,7 +73,7 @@ def dataset(
         raise UserError(f"--output {output}: end the name with .parquet, by which readers know the format")
     if "://" not in output:
         make_folder(Path(output).parent)
-    selection = Selection(kind, min_score, margin, similarity, decontaminate, balance)
+    selection = Selection(kind, min_score, margin, similarity, decontaminate, balance, filter)
     made = made_of([open_run(url_of(name, store)) for name in names], selection)
     write_parquet(made.table, output)
     _show(made, output)

@@ -21,7 +21,7 @@ from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.metrics import VALIDATION
+from ratchet.rlhf.metrics import BY_NAME, VALIDATION
 from ratchet.rlhf.models.tokenizers import reading_tokenizer
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: It
 
 
 def _titles(columns: Iterable[str], is_fit: bool) -> dict[str, str]:
-    """Returns headings of the metrics that are drawn: the score, the validations, then the others.
+    """Returns headings of the metrics that are drawn: the score, the validations, the others, then the user's own.
 
     The compute time of stages has none, because it is drawn in one chart.
     """
@@ -218,7 +218,8 @@ def _titles(columns: Iterable[str], is_fit: bool) -> dict[str, str]:
     curves = [name for name in CURVES if name in present]
     times = {name: "" for name in present if name.startswith("timing_s/") and name not in (*CURVES, *WHOLE_SECONDS)}
     first, others = ({name: CURVES[name] for name in names} for names in (curves[:1], curves[1:]))
-    return first | validations | others | times
+    known = {*validations, *times, *BY_NAME}
+    return first | validations | others | {name: name for name in present if name not in known} | times
 
 
 def _open_validation(run: Run, damaged: OnDamage) -> list[Metrics]:

@@ -22,7 +22,8 @@ from ratchet.infra.store.run_store import ORIGIN, VALIDATE
 from ratchet.rlhf import seeding
 from ratchet.rlhf.data.formats import tools_column
 from ratchet.rlhf.data.overlap import HeldOut, near_duplicates
-from ratchet.rlhf.data.selection import Kind, Selection
+from ratchet.rlhf.data.prompts import structures
+from ratchet.rlhf.data.selection import Candidate, Filter, Kind, Selection, load_filter
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.schema import MESSAGES, trajectory_of
 
@@ -41,6 +42,8 @@ COLUMNS = (
     "score",
     "reward_error",
 )
+FILTER_COLUMNS = ("ground_truth", "ground_truth_is_json", "extra_info", "reward_parts")
+"""More columns, which only `--filter` needs."""
 DIGITS = 6
 """Decimal digits of a difference of scores, which are float32: 0.9 - 0.8 is 0.1."""
 
@@ -119,6 +122,7 @@ class Reason(StrEnum):
     BRANCH = "trajectories: earlier branches of an agent's conversation"
     NOT_SCORED = "trajectories: failed, without a score"
     TURNS = "trajectories: several turns, or calls of tools"
+    FILTER = "trajectories: left out by --filter"
     CUT_OFF = "groups: every answer is cut off"
     MIN_SCORE = "groups: no whole answer has the smallest score"
     SAME_SCORE = "groups: one answer, or no difference of scores"
@@ -141,7 +145,8 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
     holds the trajectories of one iteration, and the rows that are kept.
 
     Raises:
-        UserError: a run is named twice or is a fine-tuning run, or no row is left; the message says what was left out.
+        UserError: a run is named twice or is a fine-tuning run, the filter fails, or no row is left; the message says
+            what was left out.
         Corrupt: an object of a run is missing or damaged.
     """
     run_names = names(runs)
@@ -150,13 +155,15 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
             raise UserError(f"{run.store.url} is a fit, which has no trajectories: name a run of iterations")
         if run.store.url in [other.store.url for other in runs[:number]]:
             raise UserError(f"the run at {run.store.url} is named twice: name each run once")
+    keeps, digest = (None, None) if selection.filter is None else load_filter(selection.filter)
+    columns = COLUMNS if keeps is None else (*COLUMNS, *FILTER_COLUMNS)
     left_out, seen, rows, read = LeftOut(), set[tuple[object, ...]](), list[Row](), 0
     for name, run in zip(run_names, runs, strict=True):
         chosen = replace(selection, min_score=_min_score(run, selection))
         for iteration in range(run.state.iteration):
-            frame = run.trajectories(iteration, COLUMNS)
+            frame = run.trajectories(iteration, columns)
             read += len(frame)
-            groups = groups_of(frame.to_dict("records"), name, iteration, left_out)
+            groups = groups_of(frame.to_dict("records"), name, iteration, left_out, keeps)
             for row in _rows(groups, chosen, left_out):
                 key = (row.question.messages, row.question.tools, *(answer.text for answer in row.answers))
                 if key in seen:
@@ -179,9 +186,11 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
     if not rows:
         why = "; ".join(f"{count} {reason}" for reason, count in _in_order(left_out).items())
         raise UserError(
-            f"nothing is left of {read} trajectories ({why}): lower --min-score or --margin, or choose another --kind"
+            f"nothing is left of {read} trajectories ({why}): lower --min-score or --margin, or choose another "
+            "--kind or --filter"
         )
-    table = _table(rows, selection.kind).replace_schema_metadata({ORIGIN: _origin(runs, run_names, selection)})
+    origin = _origin(runs, run_names, selection, digest)
+    table = _table(rows, selection.kind).replace_schema_metadata({ORIGIN: origin})
     return Dataset(table, read, _in_order(left_out), tuple(notes))
 
 
@@ -189,7 +198,7 @@ def _in_order(left_out: LeftOut) -> dict[Reason, int]:
     return {reason: left_out[reason] for reason in Reason if left_out[reason]}
 
 
-def _origin(runs: Sequence[Run], run_names: Sequence[str], selection: Selection) -> bytes:
+def _origin(runs: Sequence[Run], run_names: Sequence[str], selection: Selection, filter_sha256: str | None) -> bytes:
     """Encodes the dataset's origin: the selection and the runs, each as of the last record of its log."""
     states = {
         name: {
@@ -200,7 +209,8 @@ def _origin(runs: Sequence[Run], run_names: Sequence[str], selection: Selection)
         }
         for name, run in zip(run_names, runs, strict=True)
     }
-    return json.dumps({"selection": asdict(selection), "runs": states}, sort_keys=True).encode()
+    origin = {"selection": asdict(selection), "filter_sha256": filter_sha256, "runs": states}
+    return json.dumps(origin, sort_keys=True).encode()
 
 
 # From trajectories to rows.
@@ -215,7 +225,11 @@ def _min_score(run: Run, selection: Selection) -> float | None:
 
 
 def groups_of(
-    trajectories: Iterable[Mapping[Hashable, Any]], run: str, iteration: int, left_out: LeftOut
+    trajectories: Iterable[Mapping[Hashable, Any]],
+    run: str,
+    iteration: int,
+    left_out: LeftOut,
+    keeps: Filter | None = None,
 ) -> list[tuple[SampledPrompt, list[SampledResponse]]]:
     """Groups the answers of an iteration by prompt, in order."""
     last_branches: dict[str, Mapping[Hashable, Any]] = {}
@@ -232,6 +246,9 @@ def groups_of(
         if asked is None:
             left_out[Reason.TURNS] += 1
             continue
+        if keeps is not None and not keeps(_candidate(trajectory, asked[0], run, iteration)):
+            left_out[Reason.FILTER] += 1
+            continue
         question = SampledPrompt(run, iteration, trajectory["data_source"], *asked, trajectory["prompt"])
         answer = SampledResponse(
             trajectory["trajectory_id"],
@@ -241,6 +258,28 @@ def groups_of(
         )
         groups[trajectory["prompt_id"], question].append(answer)
     return [(question, answers) for (_, question), answers in groups.items()]
+
+
+def _candidate(trajectory: Mapping[Hashable, Any], messages: Messages, run: str, iteration: int) -> Candidate:
+    truth, extra = (
+        text if isinstance(text, str) else None for text in map(trajectory.get, ("ground_truth", "extra_info"))
+    )
+    ground_truth, extra_info = structures(truth, bool(trajectory["ground_truth_is_json"]), extra or "{}")
+    return Candidate(
+        run=run,
+        iteration=iteration,
+        trajectory_id=trajectory["trajectory_id"],
+        prompt_id=trajectory["prompt_id"],
+        data_source=trajectory["data_source"],
+        messages=[{"role": role, "content": content} for role, content in messages],
+        prompt=trajectory["prompt"],
+        response=trajectory["response"],
+        finish_reason=trajectory["finish_reason"],
+        ground_truth=ground_truth,
+        extra_info=extra_info,
+        score=float(trajectory["score"]),
+        reward_parts=dict(trajectory["reward_parts"] or {}),
+    )
 
 
 def _asked(trajectory: Mapping[Hashable, Any]) -> tuple[Messages, str | None] | None:

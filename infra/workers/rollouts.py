@@ -58,6 +58,7 @@ JOURNAL = pa.schema(
         "turn_starts": pa.list_(pa.int32()),
         "turn_ends": pa.list_(pa.int32()),
         "turn_rewards": pa.list_(pa.float64()),
+        "parts": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
         "finish_reason": pa.string(),
         "tool_error": pa.string(),
     }

@@ -287,6 +287,7 @@ class Generator:
         assert environments is not None and turn is not None
         observation = await environments.step(dialogue, response_text(turn, self.tokenizer))
         dialogue.turn_rewards.append(float(observation.reward))
+        dialogue.parts += [{"name": name, "value": float(value)} for name, value in observation.parts.items()]
         dialogue.tool_error = dialogue.tool_error or observation.error
         if observation.content is None:
             dialogue.finish_reason = "stop"

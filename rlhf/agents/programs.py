@@ -68,7 +68,10 @@ class AgentCalls:
                 async with asyncio.timeout(self._timeout_s) as limit:
 
                     def set_limit(idle: bool) -> None:
-                        # the program's own time is limited, not that of the policy's answers
+                        # the program's own time is limited, not that of the policy's answers; once it has no more
+                        # calls, its time does not begin again with each one that is refused
+                        if not session.has_calls_left and limit.when() is not None:
+                            return
                         limit.reschedule(loop.time() + self._timeout_s if idle else None)
 
                     session.on_idle = set_limit

@@ -162,6 +162,11 @@ class Session:
         """True if a call is in progress."""
         return bool(self._tasks)
 
+    @property
+    def has_calls_left(self) -> bool:
+        """True if another call may be answered."""
+        return self._calls < self.limits.calls
+
     def refuse(self, message: str, **details: Any) -> Refused:
         """Returns the error for a call that does not fit the run, and marks the trajectory with it."""
         self.error = self.error or message
@@ -197,11 +202,12 @@ class Session:
     async def _answer(self, asked: Asked, on_text: Callable[[str], None] | None) -> PolicyReply:
         if self.is_over:
             raise Refused("the trajectory has ended: its program has returned", code="trajectory_ended")
-        if self._calls >= self.limits.calls:
+        if not self.has_calls_left:
             self.limit = self.limit or "turns"
             raise Refused(
                 f"the trajectory has made rollout.agent.max_calls {self.limits.calls} calls", code="max_calls"
             )
+        self._calls += 1
         self._check_size(asked.conversation)
         try:
             branch, continuation = self._branch(asked.conversation)
@@ -211,7 +217,6 @@ class Session:
         # a call that fails leaves its branch as it was
         before = dialogue.copy()
         branch.is_busy = True
-        self._calls += 1
         started, began = time.time(), time.perf_counter()
         try:
             heard_ids = list(dialogue.request.prompt_ids if continuation is None else continuation.ids)

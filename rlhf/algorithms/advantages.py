@@ -43,11 +43,12 @@ class AdvantageEstimator(Algorithm):
     - ``states``, int64, shape (batch, response): equal for tokens whose turns follow the same text: the same answer of
       the environment, or the prompt.
 
-    It returns advantages and returns, float32, shape (batch, response), 0 where masked.
+    It returns advantages and returns, float32, shape (batch, response), 0 where masked, and may return metrics of the
+    batch, by name, as a third item.
     """
 
     if TYPE_CHECKING:  # each estimator declares the inputs that it needs
-        __call__: Callable[..., tuple[Tokens, Tokens]]
+        __call__: Callable[..., tuple[Tokens, Tokens] | tuple[Tokens, Tokens, Mapping[str, float]]]
 
     learns_from_reward: ClassVar[bool] = True
     """False if the reward has no effect."""

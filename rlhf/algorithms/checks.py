@@ -10,7 +10,7 @@ import torch
 from ratchet.rlhf.algorithms.advantages import AdvantageEstimator
 from ratchet.rlhf.algorithms.masked import LossNormalizers
 from ratchet.rlhf.algorithms.policy_losses import PolicyLossBase, SelectingLoss
-from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError, in_one_line
 
 Batch = dict[str, torch.Tensor]
 
@@ -128,11 +128,17 @@ def check_advantage(estimator: AdvantageEstimator, examples: int = 50) -> None:
     def estimate(batch: Batch) -> torch.Tensor:
         inputs = batch | {"reward_parts": {"part": batch["part"]}}
         results = estimator(batch["token_rewards"], batch["mask"], **{name: inputs[name] for name in estimator.needs})
-        if not isinstance(results, tuple) or len(results) != 2:
-            raise UserError("the estimator should return two tensors, advantages and returns")
-        for name, result in zip(("advantages", "returns"), results, strict=True):
+        if not isinstance(results, tuple) or len(results) not in (2, 3):
+            raise UserError("the estimator should return two tensors, advantages and returns, and perhaps metrics")
+        estimates, metrics = results[:2], results[2:]
+        for name, result in zip(("advantages", "returns"), estimates, strict=True):
             _require_shape(f"the estimator returned {name}", result, batch["mask"].shape)
-        return torch.stack(results)
+        if metrics and not _are_numbers(metrics[0]):
+            raise UserError(
+                f"the estimator returned the metrics {in_one_line(repr(metrics[0])):.60}: return a dict of numbers by "
+                "their names"
+            )
+        return torch.stack(estimates)
 
     _require_known(estimator.needs, ADVANTAGE_NEEDS)
     for batch, rng in _batches(examples):
@@ -227,6 +233,15 @@ def _loss_and_gradient(
         raise UserError("the loss does not depend on log_probs: it has no gradient")
     (gradient,) = torch.autograd.grad(value, log_probs)
     return value.detach(), gradient
+
+
+def _are_numbers(metrics: object) -> bool:
+    """True for a dict of numbers, or tensors with one number, by name."""
+    return isinstance(metrics, Mapping) and all(
+        isinstance(name, str)
+        and (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1))
+        for name, value in metrics.items()
+    )
 
 
 def _require_known(needs: object, known: tuple[str, ...]) -> None:

@@ -197,9 +197,12 @@ DEFAULTS = parse_config({"model": {"path": "model"}, "data": {"train": "prompts"
 
 def _rows(names: Sequence[str]) -> int | None:
     from ratchet.rlhf.data.files import count
+    from ratchet.rlhf.data.hub_datasets import hub_dataset
 
+    if not names or any(hub_dataset(name) for name in names):  # which is not downloaded for this
+        return None
     try:
-        return sum(count(name) for name in names) if names else None
+        return sum(count(name) for name in names)
     except UserError:
         return None
 

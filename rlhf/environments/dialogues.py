@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ JOURNALED = (
     "turn_starts",
     "turn_ends",
     "turn_rewards",
+    "parts",
     "finish_reason",
     "tool_error",
 )
@@ -104,6 +106,8 @@ class Dialogue:
     """Position after the last token of each complete turn of the policy."""
     turn_rewards: list[float] = field(default_factory=list)
     """The environment's reward for each turn that it has answered."""
+    parts: list[dict[str, str | float]] = field(default_factory=list)
+    """The name and the value of each number that the environment's observations have."""
     finish_reason: str = ""
     """stop (ended by the policy or the environment), length (no room for another token), turns (the policy wrote
     `max_turns`), or error (the environment failed). Empty until the dialogue ends."""
@@ -138,6 +142,14 @@ class Dialogue:
         return sum(self.turn_rewards, 0.0)
 
     @property
+    def sums_of_parts(self) -> dict[str, float]:
+        """Sums of the environment's named numbers."""
+        sums: dict[str, float] = defaultdict(float)
+        for part in self.parts:
+            sums[str(part["name"])] += float(part["value"])
+        return dict(sums)
+
+    @property
     def answered_turns(self) -> list[list[int]]:
         """The tokens of each turn of the policy that the environment has answered."""
         pairs = zip(self.turn_starts, self.turn_ends[: self.answered], strict=False)
@@ -157,7 +169,8 @@ class Dialogue:
     def restore(self, row: Mapping[str, Any]) -> None:
         """Continues from a row of a journal."""
         for name in JOURNALED:
-            setattr(self, name, copy(row[name]))
+            if name in row:  # a journal of an older version lacks the newest
+                setattr(self, name, copy(row[name]))
 
     def take_back(self, before: Dialogue) -> None:
         """Drops the tokens written since a copy was made."""

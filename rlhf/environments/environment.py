@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ratchet.rlhf.data.formats import Messages
@@ -26,6 +26,9 @@ class Observation:
     """Reward of the turn, added to the trajectory's score and placed on the turn's last token."""
     error: str | None = None
     """An error that did not end the trajectory, such as a tool's; the first one is stored as `tool_error`."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named numbers of the turn, which do not count in the score. Their sums over the trajectory are among its
+    `reward_parts`, and so in the metrics."""
 
 
 class Environment(Protocol):

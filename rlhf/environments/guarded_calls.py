@@ -205,6 +205,11 @@ def _check(observation: Any) -> None:
         raise ValueError(f"step gave the reward {observation.reward}")
     if not isinstance(observation.error, str | None):
         raise TypeError(f"step gave the error {observation.error!r}: it should be a text, or None")
+    if not isinstance(observation.parts, Mapping):
+        raise TypeError(f"step gave the parts {observation.parts!r}: they should be numbers by name")
+    for name, value in observation.parts.items():
+        if not isfinite(value):
+            raise ValueError(f"step gave the part {name} {value}")
     content = observation.content
     if content is None or isinstance(content, str):
         return

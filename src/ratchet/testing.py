@@ -18,7 +18,7 @@ from ratchet.infra.execution.executors import StageHandle
 from ratchet.infra.runs.run import Run
 from ratchet.infra.workers.calls import C, RowsCall, S
 from ratchet.infra.workers.worker import Worker
-from ratchet.rlhf.agents.agent import check_agent
+from ratchet.rlhf.agents.checks import check_agent
 from ratchet.rlhf.algorithms.checks import check_advantage, check_loss
 from ratchet.rlhf.environments import environment
 from ratchet.rlhf.environments.environment import Environment, Observation

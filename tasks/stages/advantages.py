@@ -87,9 +87,10 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     loss_mask = mask * teaches[:, None]
     needed = {name: inputs[name] for name in estimator.needs}
     if "group_ids" in estimator.needs and len(last) < len(batch):
-        estimates, returns = _by_trajectory(estimator, token_rewards, loss_mask, needed, index, last)
+        estimates, returns, *own_metrics = _by_trajectory(estimator, token_rewards, loss_mask, needed, index, last)
     else:
-        estimates, returns = estimator(token_rewards, loss_mask, **needed)
+        estimates, returns, *own_metrics = estimator(token_rewards, loss_mask, **needed)
+    metrics |= {f"advantages/{name}": float(value) for own in own_metrics for name, value in own.items()}
 
     if config.distillation is not None:
         old = batch.padded("old_log_probs" if "old_log_probs" in batch else "rollout_log_probs").double()
@@ -142,7 +143,7 @@ def _by_trajectory(
     inputs: Mapping[str, Any],
     index: torch.Tensor,
     last: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Any, ...]:
     """Estimates advantages and returns, shape (batch, response), of trajectories that have several branches.
 
     Each trajectory counts once in its group, by its last branch. Its other branches get the mean of that branch's
@@ -161,12 +162,13 @@ def _by_trajectory(
     if parts is not None:
         chosen["reward_parts"] = {name: part[last] for name, part in parts.items()}
     spread: list[torch.Tensor] = []
-    for values in estimator(token_rewards[last], mask[last], **chosen):
+    advantages, returns, *metrics = estimator(token_rewards[last], mask[last], **chosen)
+    for values in (advantages, returns):
         means = values.sum(-1) / mask[last].sum(-1).clamp(min=1)
         every = means[index][:, None] * mask
         every[last] = values
         spread.append(every)
-    return spread[0], spread[1]
+    return *spread, *metrics
 
 
 def _token_rewards(

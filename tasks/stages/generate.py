@@ -344,13 +344,16 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "turn_ends": dialogue.turn_ends if talks else None,
                 "branch": None if prompts.agent is None else branch,
                 "calls": None if prompts.agent is None else [asdict(call) for call in dialogue.calls],
-                "agent_parts": None
-                if prompts.agent is None
-                else list((trajectory.result.parts if trajectory.result is not None else {}).items()),
+                "agent_parts": list(_parts(trajectory).items()) if talks else None,
             }
             for name, value in values.items():
                 columns[name].append(value)
     return TrajectoryBatch.of(columns)
+
+
+def _parts(trajectory: Dialogue) -> Mapping[str, float]:
+    """Returns the named parts of the agent's result, or of the environment's observations."""
+    return trajectory.sums_of_parts if trajectory.result is None else trajectory.result.parts
 
 
 def _environment_reward(trajectory: Dialogue, prompts: Prompts) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from ratchet.rlhf.errors import RatchetError
 from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS, RewardFailed, Score, Trajectory
 from ratchet.rlhf.schema import TRAJECTORY, parts_of
 from ratchet.rlhf.stage_config import StageConfig, section
+from ratchet.rlhf.validation import add
 from ratchet.tasks.branches import last_branches, trajectory_index
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.reward_model import is_complete, model_scores
@@ -56,6 +57,8 @@ class ScoreSummary(ShardSummary):
     """The smallest and the largest score; None: nothing was scored."""
     errors: int = 0
     prompts_that_differ: int = 0
+    parts: dict[str, tuple[float, int]] = {}
+    """The sum of each named part of the reward, and the number of trajectories that have it."""
 
 
 def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
@@ -68,15 +71,19 @@ def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
     batch = rows if len(last) == len(rows) else rows.take(last)
     columns = scores(context, config, None, batch)
     _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)
+    parts: dict[str, tuple[float, int]] = {}
     kept = counting(config.on_error, columns["reward_error"]) & is_complete(batch)
     group, counted = group[kept], list(compress(columns["score"], kept))
     differ = Groups(torch.from_numpy(group)).differ(torch.tensor(counted))  # in float32, as scores are stored
+    for name, value in chain.from_iterable(compress(columns["reward_parts"], kept)):
+        add(parts, name, value, 1)
     summary = ScoreSummary(
         sum_of_scores=float(sum(counted)),
         scored=len(counted),
         extremes=(min(counted), max(counted)) if counted else None,
         errors=sum(error is not None for error in columns["reward_error"]),
         prompts_that_differ=len(np.unique(group[differ.numpy()])),
+        parts=parts,
     )
     every = {name: [values[number] for number in index] for name, values in columns.items()}
     # a per-token score belongs to the tokens of the branch that was scored
@@ -101,7 +108,10 @@ def score_metrics(summaries: Sequence[ScoreSummary]) -> dict[str, float]:
     ends = [shard.extremes for shard in summaries if shard.extremes is not None]
     if ends:
         metrics |= {"critic/score/min": min(ends)[0], "critic/score/max": max(high for _, high in ends)}
-    return metrics
+    parts: dict[str, tuple[float, int]] = {}
+    for name, (total, terms) in chain.from_iterable(shard.parts.items() for shard in summaries):
+        add(parts, name, total, terms)
+    return metrics | {f"reward/{name}/mean": total / terms for name, (total, terms) in parts.items()}
 
 
 def counting(on_error: OnError, errors: Sequence[str | None]) -> np.ndarray:

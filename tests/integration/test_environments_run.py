@@ -85,7 +85,7 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
     check_turns(frame)
     assert (frame["score"] == frame["environment_reward"]).all()
     assert frame["score"].nunique() > 1
-    assert frame["reward_parts"].tolist() == [{"environment": score} for score in frame["score"]]
+    assert frame["reward_parts"].tolist() == [{"environment": score, "vowels": 2 * score} for score in frame["score"]]
     for row in frame.itertuples():
         heard = row.response_mask == 0
         assert not row.loss_mask[heard].any()
@@ -97,6 +97,8 @@ def test_what_the_environment_says_is_read_and_never_learned(start: Any, process
     assert metrics["response_length/mean"].tolist() == pytest.approx(
         frame.groupby("iteration")["response_mask"].apply(lambda rows: rows.map(sum).mean()).tolist()
     )
+    vowels = 2 * frame.groupby("iteration")["score"].mean()
+    assert metrics["reward/vowels/mean"].tolist() == pytest.approx(vowels.tolist())
     turns = frame["turns"].map(len) + 1
     assert metrics["num_turns/mean"].tolist() == pytest.approx(turns.groupby(frame["iteration"]).mean().tolist())
     assert metrics["num_turns/max"].tolist() == turns.groupby(frame["iteration"]).max().tolist()

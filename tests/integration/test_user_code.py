@@ -38,7 +38,7 @@ class Centred(AdvantageEstimator):
     def __call__(self, token_rewards, mask):
         scores = sequence_sum(token_rewards, mask)
         advantages = self.finished((scores - scores.mean())[:, None] * mask, mask)
-        return advantages, advantages
+        return advantages, advantages, {"highest": scores.max()}
 """
 CALLBACK = """
 import json
@@ -117,6 +117,15 @@ def test_a_run_with_the_users_loss_advantage_stage_and_callback(
     assert frame["budget_used"].tolist() == pytest.approx(expected.tolist())
     means = expected.groupby(frame["iteration"]).mean().tolist()
     assert run.metrics()["budget/used"].tolist() == pytest.approx(means)
+    well_formed = frame["reward_parts"].map(lambda parts: parts["well_formed"])
+    means = well_formed.groupby(frame["iteration"]).mean().tolist()
+    assert run.metrics()["reward/well_formed/mean"].tolist() == pytest.approx(means), "a named part of the reward"
+    highest = frame["token_rewards"].map(sum).groupby(frame["iteration"]).max().tolist()
+    assert run.metrics()["advantages/highest"].tolist() == pytest.approx(highest)
+    page = processes.folder / "report.html"
+    assert processes.cli("report", "own", "--store", config.run.store, "-o", page).wait() == 0
+    own = ("budget/used", "advantages/highest", "actor/my_ratio", "reward/well_formed/mean")
+    assert all(f'"{name}"' in page.read_text() for name in own), "each has a curve"
     first = frame[frame["iteration"] == 0]
     rewards = first["token_rewards"].map(sum)
     estimated = first["advantages"].map(lambda tokens: tokens[0])

@@ -510,6 +510,37 @@ def test_verls_distillation_has_a_teacher_and_no_estimator(tmp_path: Path) -> No
     assert config.algorithm.loss.clip_ratio_high == 0.2, "the loss of the distillation has bounds of its own"  # type: ignore[union-attr]
 
 
+def test_arguments_of_vllm_are_passed_on(tmp_path: Path) -> None:
+    prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    given = [f"{prefix}.kv_cache_dtype=fp8", f"+{prefix}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY"]
+    engine = convert(script(tmp_path, *QUICKSTART, *given), "verl").config().rollout.engine
+    assert engine.model_dump()["args"] == {
+        "kv_cache_dtype": "fp8",
+        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
+    }
+
+
+def test_trls_vespo_on_a_dataset_of_the_hub(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    given = {
+        "model_name_or_path": "m",
+        "dataset_name": "openai/gsm8k",
+        "dataset_config": "main",
+        "num_generations": 8,
+        "num_train_epochs": 2,
+        "loss_type": "vespo",
+        "vespo_k_pos": 1.5,
+        "use_vllm": True,
+        "vllm_importance_sampling_mode": "token_truncate",
+    }
+    path.write_text(yaml.safe_dump(given))
+    config = convert(path, "trl").config()
+    assert config.data.train == ("openai/gsm8k:main/train",) and config.train.epochs == 2
+    loss = config.algorithm.loss.model_dump()
+    assert (loss["type"], loss["k_pos"], loss["lambda_pos"], loss["aggregate"]) == ("vespo", 1.5, 3.0, "token-mean")
+    assert config.algorithm.rollout_correction is not None and config.algorithm.rollout_correction.bypass
+
+
 def test_verls_validation_draws_as_it_is_told(tmp_path: Path) -> None:
     given = ["actor_rollout_ref.rollout.val_kwargs.top_p=0.7", "actor_rollout_ref.rollout.top_k=50"]
     validation = convert(script(tmp_path, *QUICKSTART, *given), "verl").config().validation
@@ -559,7 +590,7 @@ def test_a_setting_that_changes_the_result_is_converted_or_refused(tmp_path: Pat
         ("openrlhf", ["--actor.optim", "muon"], "the optimizer is AdamW: set adam"),
         ("openrlhf", ["--actor.lrr", "1"], "is not a known setting of OpenRLHF"),
         ("trl", ["--mask_truncated_completions"], "set false, and see algorithm.overlong_penalty"),
-        ("trl", ["--loss_type", "vespo"], "choose one of grpo, dr_grpo, dapo, bnpo, cispo, sapo"),
+        ("trl", ["--loss_type", "luspo"], "choose one of grpo, dr_grpo, dapo, bnpo, cispo, sapo, vespo"),
         ("trl", ["--eval_strategy", "steps"], "set no, and then validation.data"),
         ("trl", ["--bta", "0.1"], "is it beta? If not, remove it"),
     ],
@@ -602,6 +633,15 @@ def test_another_training_is_refused(tmp_path: Path, start: str, program: str, s
 PRIME_RL = (SCRIPTS / "prime_rl.toml").read_text()
 
 
+def test_prime_rls_max_rl_and_arguments_of_vllm(tmp_path: Path) -> None:
+    path = tmp_path / "rl.toml"
+    text = PRIME_RL.replace("[trainer.optim]", '[orchestrator.algo]\ntype = "max_rl"\n[trainer.optim]')
+    path.write_text(text.replace("[inference.vllm]", "[inference.vllm]\nmax_num_seqs = 64"))
+    config = convert(path, "prime-rl").config()
+    assert config.algorithm.advantage.type == "max_rl"
+    assert config.rollout.engine.model_dump()["args"] == {"max_num_seqs": 64}
+
+
 def test_prime_rls_toml_is_converted(tmp_path: Path) -> None:
     path = tmp_path / "rl.toml"
     path.write_text(PRIME_RL)
@@ -639,8 +679,8 @@ def test_prime_rls_toml_is_converted(tmp_path: Path) -> None:
             "has 2 environments (words, other): a run has one; keep one",
         ),
         (
-            ("[trainer.optim]", '[orchestrator.algo]\ntype = "max_rl"\n[trainer.optim]'),
-            "orchestrator.algo.type is max_rl, which algorithm.advantage.type does not have: choose one of grpo",
+            ("[trainer.optim]", '[orchestrator.algo]\ntype = "rae"\n[trainer.optim]'),
+            "orchestrator.algo.type is rae, which algorithm.advantage.type does not have: choose one of grpo",
         ),
         (
             ("[trainer.optim]", '[[orchestrator.eval.source]]\nname = "aime"\n[trainer.optim]'),

@@ -13,9 +13,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
+from ratchet.infra.workers.rollouts import JOURNAL
 from ratchet.rlhf.agents.agent_loop import TRIES, Generator, Rules
 from ratchet.rlhf.config import EnvironmentConfig
 from ratchet.rlhf.data.formats import Messages
@@ -242,6 +244,9 @@ def test_an_environment_that_fails_is_named(tokenizer: Any) -> None:
     fails_with(r"step returned None, which is not an Observation \(it000000-p00000-s00, turn 'a'\)", [None])
     nan = Observation("", math.nan)
     fails_with(r"step gave the reward nan \(it000000-p00000-s01, turn 'b'\)", [Observation(None)], [nan])
+    fails_with(r"step gave the part found inf \(", [Observation("", parts={"found": math.inf})])
+    listed = Observation("", parts=[1.0])  # type: ignore[arg-type]
+    fails_with(r"step gave the parts \[1.0\]: they should be numbers by name", [listed])
     no_text = Observation("", error=7)  # type: ignore[arg-type]
     fails_with(r"step gave the error 7: it should be a text, or None \(it000000-p00000-s00, turn 'a'\)", [no_text])
     for content in (7, {"role": "user", "content": "?"}, [{"role": "user"}], ["?"], []):
@@ -457,7 +462,11 @@ class ReplayableScript(Script):
 
 def test_a_replayed_environment_hears_the_turns_that_were_answered(tokenizer: Any) -> None:
     """The first dialogue was interrupted before its second turn was answered, the other during this turn."""
-    script = [Observation("X", 0.5), Observation("Y", 0.25), Observation(None, 1.0)]
+    script = [
+        Observation("X", 0.5, parts={"found": 9}),
+        Observation("Y", 0.25, parts={"found": 0.2}),
+        Observation(None, 1.0, parts={"found": 1, "lost": 2}),
+    ]
     heard: list[list[str]] = [[], []]
     calls = EnvironmentCalls(ReplayableScript, {"scripts": [script, script], "heard": heard})
     assert calls.replayable
@@ -467,7 +476,9 @@ def test_a_replayed_environment_hears_the_turns_that_were_answered(tokenizer: An
         ids = tokenizer(text)["input_ids"]
         log_probs, mask, versions = [-0.1] * len(ids), [1, 1, 0, 1, 1][: len(ids)], [0] * len(ids)
         committed = Dialogue(dialogue.request, None, ids, log_probs, mask, versions, [0, 3], ends, [0.5])
-        dialogue.restore(committed.journaled())
+        committed.parts = [{"name": "found", "value": 0.1}]
+        [row] = pa.Table.from_pylist([committed.journaled()], JOURNAL).to_pylist()
+        dialogue.restore(row)
     engine = ScriptedEngine(tokenizer, [["e"], ["d", "e"]])
     generator = generator_of(engine, version=3)
     generator.submit([(dialogue, Rules(SAMPLING, calls, max_turns=5)) for dialogue in dialogues])
@@ -477,6 +488,7 @@ def test_a_replayed_environment_hears_the_turns_that_were_answered(tokenizer: An
         assert tokenizer.decode(dialogue.ids) == "abXcdYe"
         assert dialogue.mask == [1, 1, 0, 1, 1, 0, 1]
         assert dialogue.turn_rewards == [0.5, 0.25, 1.0], "a replayed answer earns nothing"
+        assert dialogue.sums_of_parts == {"found": 0.1 + 0.2 + 1, "lost": 2}, "nor does it count again"
         assert dialogue.finish_reason == "stop"
     assert dialogues[0].versions == [0, 0, 0, 0, 0, 0, 3], "an observation has the version of the turn before"
     assert dialogues[1].versions == [0, 0, 0, 0, 3, 3, 3]

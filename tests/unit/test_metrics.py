@@ -13,6 +13,7 @@ from ratchet.rlhf.metrics import BY_NAME, METRICS, STAGES, timer
 from ratchet.rlhf.train.performance import TrainingFlops
 from ratchet.tasks import pipeline
 from ratchet.tasks.stages.generate import GenerateSummary, generation_metrics
+from ratchet.tasks.stages.score import ScoreSummary, score_metrics
 from tests import tiny
 
 
@@ -40,6 +41,16 @@ def test_conversations_that_their_budget_ends_at_once_are_a_share() -> None:
     metrics = generation_metrics(shards)
     assert metrics["rollout/first_turn_clip_ratio"] == 1 / 8 and metrics["rollout/tool_errors"] == 1
     assert "rollout/first_turn_clip_ratio" not in generation_metrics([GenerateSummary(tokens=1)])
+
+
+def test_named_parts_of_the_reward_are_means_over_the_responses_that_have_them() -> None:
+    shards = [
+        ScoreSummary(sum_of_scores=1.0, scored=2, parts={"length": (1.0, 2), "rare": (3.0, 1)}),
+        ScoreSummary(sum_of_scores=1.0, scored=2, parts={"length": (2.0, 2)}),
+        ScoreSummary.model_validate_json('{"sum_of_scores": 0.0, "scored": 0}'),  # as older runs have it
+    ]
+    metrics = score_metrics([ScoreSummary.model_validate_json(shard.model_dump_json()) for shard in shards])
+    assert (metrics["reward/length/mean"], metrics["reward/rare/mean"], metrics["reward/mean"]) == (0.75, 3.0, 0.5)
 
 
 def test_stages_have_verls_names_in_timings() -> None:

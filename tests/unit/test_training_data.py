@@ -132,6 +132,47 @@ def test_the_best_answer_of_each_group() -> None:
     assert made(run, Kind.sft, min_score=0.7).left_out == {Reason.MIN_SCORE: 1}
 
 
+def test_the_users_own_filter(tmp_path: Path) -> None:
+    """It chooses among the trajectories, before the best of a group is known."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def keep(row):\n"
+        "    assert row['messages'] == [{'role': 'user', 'content': row['prompt']}], row\n"
+        "    assert (row['ground_truth'], row['extra_info']) == ({'sum': 1}, {'level': 2}), row\n"
+        "    assert row['reward_parts'] == {'length': 3.0} and row['finish_reason'] == 'stop', row\n"
+        "    assert row['trajectory_id'].startswith(row['prompt_id']) and row['iteration'] == 0, row\n"
+        "    return row['score'] < 0.65 and 'nobody' not in row['response']\n"
+        "def rounds(row): return row['score'] / 0\n"
+        "def misspells(row): return row['scores'] > 1\n"
+        "def takes_nothing(): return True\n"
+        "def counts(row): return 1\n"
+    )
+    truth = {"ground_truth": '{"sum": 1}', "ground_truth_is_json": True, "extra_info": '{"level": 2}'}
+    parts = {"reward_parts": [{"name": "length", "value": 3.0}]}
+    run = stored_run([group("who is it?", 0.2, 0.7, 0.3, 0.6, **truth, **parts)])
+    kept = made(run, Kind.sft, filter=f"{path}:keep")
+    assert kept.table["completion"].to_pylist() == [ANSWERS[2]]
+    assert kept.left_out == {Reason.FILTER: 2} and kept.trajectories == 4
+    assert made(run, Kind.sft, filter=str(path)).table == kept.table, "keep is the function's usual name"
+    [pair] = made(run, Kind.dpo, filter=f"{path}:keep").table.to_pylist()
+    assert (pair["chosen"], pair["rejected"]) == (ANSWERS[2], ANSWERS[0])
+    origin = json.loads(kept.table.schema.metadata[ORIGIN])
+    assert origin["selection"]["filter"] == f"{path}:keep" and len(origin["filter_sha256"]) == 64
+    path.write_text(path.read_text() + "\n")
+    again = json.loads(made(run, Kind.sft, filter=f"{path}:keep").table.schema.metadata[ORIGIN])
+    assert again["filter_sha256"] != origin["filter_sha256"], "other code is another filter"
+    for name, says in (
+        ("rounds", rf"it000000-p00000-s00\) raised ZeroDivisionError: .* \({path}:7\)"),
+        ("misspells", rf"raised KeyError: 'scores' \({path}:8\)"),
+        ("takes_nothing", r"raised TypeError: takes_nothing\(\) takes 0 positional arguments"),
+        ("counts", "returned 1: return True to keep a trajectory, and False otherwise"),
+        ("nothing", "has no nothing"),
+    ):
+        with pytest.raises(UserError, match=says) as found:
+            made(run, Kind.sft, filter=f"{path}:{name}")
+        assert "\n" not in str(found.value) and str(found.value).startswith(f"--filter {path}:{name}")
+
+
 @pytest.mark.parametrize("kind", PAIRS)
 def test_the_best_answer_against_the_worst(kind: Kind) -> None:
     run = stored_run(

@@ -273,8 +273,9 @@ class Estimator(AdvantageEstimator):
             "width": scores / mask.shape[1] * mask,
             "order": (scores - scores[0]) * mask,
             "scalar": scores,
+            "metrics": scores * mask,
         }[self.how]
-        return found, found
+        return (found, found, {"scores": scores}) if self.how == "metrics" else (found, found)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +287,7 @@ class Estimator(AdvantageEstimator):
         ("width", "padding changes the advantages"),
         ("order", "the order of the trajectories changes the advantages"),
         ("scalar", "returned advantages of shape"),
+        ("metrics", "returned the metrics .*: return a dict of numbers by their names"),
     ],
 )
 def test_a_wrong_estimator_is_found(how: str, message: str) -> None:

@@ -361,10 +361,10 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         "rank 0 is null",
     ),
     computed(
-        "data.prompt_dataset",
+        ("data.prompt_dataset", "data.prompt_split"),
         "data.train",
-        lambda settings: data_file(settings, "data.prompt_dataset"),
-        "files of prompts: `ratchet data` writes them from data sets of the hub",
+        lambda settings: data_file(settings, "data.prompt_dataset", "data.prompt_split"),
+        "files of prompts, or `owner/name:split` of the hub",
     ),
     direct("rollout.batch_size", "data.prompts_per_iteration", "prompts, not trajectories"),
     computed(("data.max_len", "data.prompt_max_len"), "data.max_prompt_tokens", _prompt_tokens, "less the response"),
@@ -542,7 +542,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     without_equal(
         ("ckpt.*", "critic.save_value_network"), "everything is in run.store, and the same command always resumes"
     ),
-    without_equal(("data.prompt_split", "eval.split"), "`ratchet data` writes each split to a file"),
+    without_equal("eval.split", "`ratchet data` writes each split to a file"),
     without_equal(
         (
             *(f"vllm.{name}" for name in ("sync_backend", "sync_with_ray")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ratchet.rlhf.config.counterparts.shared import lr_schedule, run_name
+from ratchet.rlhf.config.counterparts.shared import lr_schedule, run_name, vllm_args
 from ratchet.rlhf.config.counterparts.translation import (
     Assumed,
     Converted,
@@ -318,12 +318,13 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
     direct(f"{VLLM}.enforce_eager", "rollout.engine.enforce_eager"),
     direct(f"{VLLM}.enable_prefix_caching", "rollout.engine.prefix_caching"),
     direct(f"{VLLM}.quantization", "rollout.engine.quantization", values={"fp8": "fp8"}),
+    vllm_args(VLLM),
     computed("inference", "rollout.engine", lambda settings: {"rollout.engine": "vllm"}),
     direct(
         "orchestrator.algo.type",
         "algorithm.advantage.type",
         "without the standard deviation",
-        values={"grpo": "dr_grpo"},
+        values={"grpo": "dr_grpo", "max_rl": "max_rl"},
     ),
     direct(f"{TRAIN}.filter_zero_advantages", "algorithm.advantage.drop_zero_std_groups"),
     computed(

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ratchet.rlhf.algorithms import PolicyLoss
-from ratchet.rlhf.config.counterparts.translation import Assumed, Converted, NoEqual, Settings, Value
+from ratchet.rlhf.config.counterparts.translation import (
+    Assumed,
+    Converted,
+    Counterpart,
+    NoEqual,
+    Settings,
+    Value,
+    computed,
+)
+from ratchet.rlhf.config.engine_args import VLLM_ROUNDS, VLLM_SPEED
 from ratchet.rlhf.config.sections import ENDINGS
 from ratchet.rlhf.errors import UserError
 
@@ -93,15 +102,43 @@ NO_DUAL_CLIP = 1e6
 """A bound that no ratio reaches: the loss then has no dual clip."""
 
 
-def data_file(settings: Settings, key: str) -> Converted:
-    """Returns a prompt file; a dataset on the hub becomes the file that `ratchet data` could write."""
+def data_file(settings: Settings, key: str, split: str, config: str = "") -> Converted:
+    """Returns files of prompts or datasets of the hub; others become the file that `ratchet data` could write.
+
+    Args:
+        split, config: keys of the split, which is train by default, and of the config of datasets of the hub.
+    """
     if not settings.has(key):
         return {}
     names = settings.texts(key)
     if all(name.endswith(ENDINGS) for name in names):
         return {"data.train": names}
+    if all(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII) for name in names):
+        part = settings.text(split) if settings.has(split) else "train"
+        if settings.has(config):
+            part = f"{settings.text(config)}/{part}"
+        why = "its prompts are in the column prompt, question or problem (docs/rewards.md)"
+        return {"data.train": Assumed([f"{name}:{part}" for name in names], why)}
     local = [f"data/{run_name(name)}/train.parquet" for name in names]
     return {"data.train": Assumed(local, f"write {', '.join(names)} there, in verl's columns (`ratchet data --help`)")}
+
+
+def vllm_args(prefix: str) -> Counterpart:
+    """Builds a row of arguments of vLLM, which have the same names in `rollout.engine.args`."""
+    names = tuple(f"{prefix}.{name}" for name in (*sorted(VLLM_SPEED), *VLLM_ROUNDS, "speculative_config"))
+
+    def convert(settings: Settings) -> Converted:
+        args: dict[str, Value] = {}
+        for key, value in settings.given.items():
+            if value is not None and any(key == name or key.startswith(f"{name}.") for name in names):
+                section = args
+                *parents, last = key.removeprefix(f"{prefix}.").split(".")
+                for parent in parents:
+                    section = section.setdefault(parent, {})  # type: ignore[assignment]
+                section[last] = value
+        return {"rollout.engine.args": args} if args else {}
+
+    return computed((*names, *(f"{name}.*" for name in names)), "rollout.engine.args", convert, "the same arguments")
 
 
 def python_reward(name: str) -> str:

@@ -48,6 +48,7 @@ LOSSES = {
     "bnpo": ("ppo", "token-mean"),
     "cispo": ("cispo", "token-mean"),
     "sapo": ("sapo", None),
+    "vespo": ("vespo", "token-mean"),
 }
 """Our loss and reduction, by `loss_type`."""
 
@@ -158,8 +159,8 @@ def _losses(settings: Settings) -> Converted:
 def _clips(settings: Settings) -> Converted:
     loss, low = _loss(settings), settings.number("epsilon")
     high = settings.number("epsilon_high") if settings.has("epsilon_high") else low
-    if loss == "sapo":
-        raise NoEqual("the loss sapo does not clip")
+    if loss in ("sapo", "vespo"):
+        raise NoEqual(f"the loss {loss} does not clip")
     if loss == "cispo":
         return {
             "algorithm.loss.clip_ratio_high": Assumed(high - 1, f"the largest weight is {high:g} in TRL, 1 + this here")
@@ -188,6 +189,8 @@ def _correction(settings: Settings) -> Converted:
         raise NoEqual("without use_vllm there is nothing to correct")
     if not settings.flag("vllm_importance_sampling_correction"):
         return {prefix: {}}
+    if _loss(settings) == "vespo":
+        return {f"{prefix}.bypass": Assumed(True, "the ratio is that to the rollout; TRL truncates a part of it")}
     level, _, kind = str(settings["vllm_importance_sampling_mode"]).partition("_")
     largest, least = settings["vllm_importance_sampling_clip_max"], settings["vllm_importance_sampling_clip_min"]
     weights: dict[str, Value | Assumed] = {
@@ -303,10 +306,10 @@ MODEL_ROWS: tuple[Counterpart, ...] = (
         _lora,
     ),
     computed(
-        "dataset_name",
+        ("dataset_name", "dataset_config", "dataset_train_split"),
         "data.train",
-        lambda settings: data_file(settings, "dataset_name"),
-        "files of prompts: `ratchet data` writes them from data sets of the hub",
+        lambda settings: data_file(settings, "dataset_name", "dataset_train_split", "dataset_config"),
+        "files of prompts, or `owner/name:config/split` of the hub",
     ),
     direct("temperature", "rollout.temperature"),
 )
@@ -338,7 +341,7 @@ TRAINER_ROWS: tuple[Counterpart, ...] = (
         "only eval_strategy reads it",
     ),
     without_equal(
-        ("dataset_train_split", "dataset_config", "dataset_num_proc", "dataset_streaming", "datasets"),
+        ("dataset_num_proc", "dataset_streaming", "datasets"),
         "`ratchet data` writes each split to a file",
     ),
     refused(
@@ -377,9 +380,8 @@ TRAINER_ROWS: tuple[Counterpart, ...] = (
     ),
     refused("max_tool_calling_iterations", "see rollout.tools and rollout.environment.max_turns: remove it", unless=()),
     without_equal(
-        tuple(f"entropy_{name}" for name in ("coef_min", "coef_max", "coef_delta", "target"))
-        + tuple(f"vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")),
-        "only use_adaptive_entropy or the loss vespo reads it",
+        tuple(f"entropy_{name}" for name in ("coef_min", "coef_max", "coef_delta", "target")),
+        "only use_adaptive_entropy reads it",
     ),
     without_equal(
         (
@@ -489,6 +491,7 @@ GRPO = Source(
         ),
         _loss_option("sapo_temperature_pos", "tau_pos"),
         _loss_option("sapo_temperature_neg", "tau_neg"),
+        *(_loss_option(f"vespo_{name}", name) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")),
         computed("beta", ("algorithm.kl.in_loss", "algorithm.kl.loss_estimator"), _kl, "0 is null; always `k3`"),
         computed(
             ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
@@ -504,7 +507,7 @@ GRPO = Source(
                 "vllm_importance_sampling_clip_max",
                 "vllm_importance_sampling_clip_min",
             ),
-            "algorithm.rollout_correction.weights",
+            ("algorithm.rollout_correction.weights", "algorithm.rollout_correction.bypass"),
             _correction,
             "`truncate` has no `lower`",
         ),

@@ -14,6 +14,7 @@ from ratchet.rlhf.config.counterparts.shared import (
     run_name,
     services,
     sole_file,
+    vllm_args,
 )
 from ratchet.rlhf.config.counterparts.translation import (
     Assumed,
@@ -845,9 +846,7 @@ _REFUSED = (
         f"{ROLLOUT}.enable_rollout_routing_replay",
         "the trainer does not repeat the rollout's routes to experts: set false",
     ),
-    refused(
-        f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype", "vLLM's cache is not quantized: remove it", unless=("auto",)
-    ),
+    vllm_args(f"{ROLLOUT}.engine_kwargs.vllm"),
     refused(f"{ROLLOUT}.quantization_config_file", "see rollout.engine.quantization: remove it"),
     refused(f"{ROLLOUT}.dtype", "vLLM generates in model.dtype: remove it", unless=("bfloat16", "auto")),
     refused(f"{ROLLOUT}.do_sample", "responses are always sampled: remove it", unless=(True,)),
@@ -1031,13 +1030,10 @@ _NOT_NEEDED = (
                 f"{ROLLOUT}.engine_kwargs.vllm.{name}"
                 for name in (
                     "additional_config.*",
-                    "async_scheduling",
-                    "compilation_config.*",
                     "max_model_len",
                     "mm_processor_cache_gb",
                     "attention_backend",
                     "disable_mm_preprocessor_cache",
-                    "enable_expert_parallel",
                 )
             ),
             *(
