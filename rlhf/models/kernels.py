@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ratchet.rlhf.errors import UserError
 
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+P = ParamSpec("P")
+T = TypeVar("T")
 LIGER = (0, 8, 2)
 """The first release of liger-kernel whose linear cross-entropy gives each token its own gradient."""
 
 PROGRAMS = 64
-"""Largest number of programs of one kind of layer: each model and layout of micro-batches needs a few, with gradients
-and without. It is an argument of each layer, because PyTorch's setting holds only for the thread that makes it, and
-checkpointed layers are recomputed in a GPU's own thread."""
+"""Largest number of programs of a function: each model and layout of micro-batches needs a few, with gradients and
+without. PyTorch's setting would hold only for the thread that makes it, and a GPU's own thread computes checkpointed
+layers again."""
 
 
 def check_liger(model_type: str) -> None:
@@ -44,11 +47,17 @@ def check_liger(model_type: str) -> None:
 
 def compile_layers(model: PreTrainedModel) -> None:
     """Compiles each layer, in place, on its first forward pass; layers of one kind are compiled together."""
-    import torch
-
     for layer in layers(model):
         # `forward` only: hooks of a layer, such as those that gather its weights, stay outside
-        layer.forward = torch.compile(layer.forward, recompile_limit=PROGRAMS)
+        layer.forward = compiled(layer.forward)
+
+
+def compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns the function, which is compiled on its first call."""
+    import torch
+
+    result: Callable[P, T] = torch.compile(function, recompile_limit=PROGRAMS)  # type: ignore[call-overload]  # PyTorch's overloads lack it
+    return result
 
 
 def as_written(model: PreTrainedModel) -> AbstractContextManager[None]:

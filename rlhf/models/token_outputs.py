@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models import prefix_sharing
-from ratchet.rlhf.models.kernels import PROGRAMS, apply_liger, compile_layers, liger_log_probs
+from ratchet.rlhf.models.kernels import apply_liger, compile_layers, compiled, liger_log_probs
 from ratchet.rlhf.models.prefix_sharing import agree
 from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
 from ratchet.rlhf.models.router_loss import RouterLoss
@@ -410,7 +410,7 @@ def sum_pi_squared(
 @cache
 def compiled_log_probs() -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Returns `log_probs_and_entropy`, which is compiled on its first call."""
-    return torch.compile(log_probs_and_entropy, recompile_limit=PROGRAMS)
+    return compiled(log_probs_and_entropy)
 
 
 class _SumOverTeam(torch.autograd.Function):

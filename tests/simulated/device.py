@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.utils import backend_registration
 
 NAME = "simgpu"
 VARIABLE = "RATCHET_TEST_SIMGPU"
@@ -53,7 +54,7 @@ def library() -> Path:
     return built
 
 
-class Event:
+class OnlyEvent:
     """An event of the only stream."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -72,7 +73,7 @@ class Event:
         torch.accelerator.synchronize()
 
 
-class Stream:
+class OnlyStream:
     """The device's only stream."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -84,8 +85,8 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         pass
 
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
+    def record_event(self, event: OnlyEvent | None = None) -> OnlyEvent:
+        return event or OnlyEvent()
 
     def query(self) -> bool:
         return True
@@ -97,7 +98,8 @@ class Stream:
 class Module(ModuleType):
     """`torch.simgpu`: what libraries ask of a device's module."""
 
-    Stream, Event = Stream, Event
+    Stream: type[OnlyStream] = OnlyStream
+    Event: type[OnlyEvent] = OnlyEvent
 
     def is_available(self) -> bool:
         return True
@@ -117,8 +119,8 @@ class Module(ModuleType):
     def set_device(self, device: Any) -> None:
         pass
 
-    def current_stream(self, device: Any = None) -> Stream:
-        return Stream()
+    def current_stream(self, device: Any = None) -> OnlyStream:
+        return OnlyStream()
 
     default_stream = current_stream
 
@@ -164,8 +166,8 @@ def enable(size: int = 80 * GIB) -> None:
     """
     global _library
     if _library is None:
-        torch.utils.rename_privateuse1_backend(NAME)
-        torch.utils.generate_methods_for_privateuse1_backend()
+        backend_registration.rename_privateuse1_backend(NAME)
+        backend_registration.generate_methods_for_privateuse1_backend()
         torch._register_device_module(NAME, Module(f"torch.{NAME}"))
         loader = importlib.machinery.ExtensionFileLoader(NAME, str(library()))
         spec = importlib.util.spec_from_loader(NAME, loader)
