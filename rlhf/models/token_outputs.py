@@ -134,7 +134,11 @@ class TokenOutputs(torch.nn.Module):
             or `scores`; and the scalar `router_aux_loss` if `copies` is given.
         """
         if self.team is None:
-            attend_to = prefix_sharing.inputs(shared) if self.takes_segments else {}
+            attend_to: dict[str, Any] = {}
+            if self.takes_segments:
+                attend_to = prefix_sharing.inputs(shared)
+                if position_ids is None:  # some models would count them in the mask
+                    position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
             return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, copies, **attend_to)
         team = self.team
         before = input_ids.shape[1]

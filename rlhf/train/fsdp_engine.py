@@ -101,6 +101,7 @@ class FSDPEngine(TorchEngine):
             # None: all but the root, whose weights the backward pass needs first
             "reshard_after_forward": None if self.reshard_after_forward or not self.trainable else False,
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+            "shard_placement_fn": partial(_sharded_by, size // self.team),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.offload else OffloadPolicy(),
         }
         blocks = set(self.model._no_split_modules or ())
@@ -258,6 +259,17 @@ def _mesh(device_type: str, copies: int, shards: int, team: int) -> DeviceMesh:
         for number, name in enumerate(names)
     ]
     return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=names)
+
+
+def _sharded_by(shards: int, parameter: torch.nn.Parameter) -> Shard | None:
+    """Chooses the dimension by which a parameter is sharded; None: the first.
+
+    Experts are sharded by their rows if the shards do not divide their number: it would be padded to a multiple, and
+    each padded expert gathered and summed like the others.
+    """
+    if parameter.dim() < 3 or parameter.shape[0] % shards == 0:
+        return None
+    return next((Shard(number) for number, size in enumerate(parameter.shape) if number and size % shards == 0), None)
 
 
 def _blocks(tensor: Tensor) -> Iterator[TensorShard]:

@@ -51,6 +51,7 @@ from tests.contract.test_train_engines import (
 )
 from tests.ranks import Ranks, in_another_process, only_rank
 from tests.tiers import sampled
+from tests.tiny import moe_folder
 
 pytestmark = sampled(8)
 
@@ -731,6 +732,24 @@ def run_refused(kind: Kind, options: dict[str, Any]) -> None:
     [(key, size)] = options.items()
     with pytest.raises(UserError, match=f"{key} is {size}, which does not divide the model's"):
         kind.build(**options)
+
+
+def test_experts_whose_number_the_processes_do_not_divide(
+    batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Each process holds rows of all three experts, and none is padded."""
+    folder = moe_folder(tmp_path / "three", "qwen3_moe", num_experts=3)
+    kind = kind_of("fsdp", "policy", folder, folder)
+    one = ENGINES["torch"](kind.folder, kind.head)
+    assert_two_do_what_one_does(kind, one, batch, ranks, tmp_path)
+    for held in ranks(run_shapes_of_experts, kind):
+        assert held == {(3, 16, 32), (3, 16, 16)}
+
+
+def run_shapes_of_experts(kind: Kind) -> set[tuple[int, ...]]:
+    engine: Any = kind.build()
+    shares = [parameter.to_local().shape for parameter in engine.parameters.values()]
+    return {tuple(shape) for shape in shares if len(shape) == 3}
 
 
 @pytest.mark.slow

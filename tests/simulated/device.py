@@ -7,6 +7,7 @@ it: tests that use it run in processes of their own (`python -m pytest -p tests.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import backend_registration
 
 NAME = "simgpu"
@@ -156,6 +159,7 @@ class Module(ModuleType):
 
 
 _library: Any = None
+_is_hollow = False
 
 
 def enable(size: int = 80 * GIB) -> None:
@@ -175,6 +179,7 @@ def enable(size: int = 80 * GIB) -> None:
         _library = importlib.util.module_from_spec(spec)
         loader.exec_module(_library)
         torch.distributed.Backend.register_backend("simccl", _group, devices=[NAME])
+        torch.distributed.Backend.register_backend("hollow", _group, devices=["cpu"])
         torch.distributed.ProcessGroupNCCL = _NCCL  # type: ignore[attr-defined]
         _fsdp_init._move_states_to_device = _move_states_to_device
     _library.set_size(size)
@@ -201,6 +206,8 @@ class _NCCL:
 
 
 def _group(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
+    if _is_hollow:
+        return _library.hollow_group(rank, count)
     return _library.group(torch.distributed.ProcessGroupGloo(store, rank, count, timeout))
 
 
@@ -213,3 +220,21 @@ def reported() -> Iterator[list[tuple[str, str, int]]]:
         yield reports
     finally:
         _library.set_callback(None)
+
+
+@contextlib.contextmanager
+def hollow(rank: int = 0, count: int = 1) -> Iterator[None]:
+    """Makes the device hollow, and this process one rank of a group whose other ranks do not exist."""
+    global _is_hollow
+    importlib.import_module("torch._meta_registrations")  # the shapes that Python computes
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it remembers the mesh as the rank before saw it
+    _is_hollow = True
+    _library.set_hollow(True)
+    torch.distributed.init_process_group(f"cpu:hollow,{NAME}:simccl", rank=rank, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+        gc.collect()
+        _library.set_hollow(False)
+        _is_hollow = False

@@ -379,6 +379,17 @@ at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& least, 
   return placed;
 }
 
+/// Where there is no kernel, PyTorch reads the sizes of the groups on the host.
+at::Tensor grouped_mm(
+    const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& ends, const std::optional<at::Tensor>&,
+    std::optional<at::ScalarType>) {
+  if (!hollow) return on_device(at::_grouped_mm(host_view(a), host_view(b), ends ? host_view(*ends) : at::Tensor()));
+  auto groups = ends ? ends->size(0) : a.size(0);
+  std::vector<int64_t> sizes = {a.size(-2), b.size(-1)};
+  if (a.dim() == b.dim()) sizes.insert(sizes.begin(), groups);
+  return at::empty(sizes, a.options());
+}
+
 /// Operations whose result's shape, or whose number, the host has to learn from the device.
 bool waits(const std::string& name, const std::vector<at::Tensor>& arguments) {
   static const std::unordered_set<std::string> names = {
@@ -496,8 +507,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("histc", &histc);
   m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
-  // where there is no kernel, PyTorch reads the sizes of the groups on the host
-  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&compute>());
+  m.impl("_grouped_mm", &grouped_mm);
   m.impl("record_stream", [](at::Tensor&, at::Stream) {});
 }
 
@@ -521,6 +531,63 @@ Groups viewed(const Groups& groups) {
   for (const auto& tensors : groups) views.push_back(viewed(tensors));
   return views;
 }
+
+struct Done final : c10d::Work {
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds) override { return true; }
+};
+
+/// A group whose other ranks do not exist. It reports what it is asked for, and does nothing.
+class Hollow final : public c10d::Backend {
+ public:
+  Hollow(int rank, int size) : Backend(rank, size) {}
+
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  const std::string getBackendName() const override { return "hollow"; }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions&) override { return done("broadcast", tensors); }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions&) override { return done("all_reduce", tensors); }
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions&) override {
+    return done("all_reduce", tensors);
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions&) override { return done("reduce", tensors); }
+  WorkPtr allgather(Groups& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
+    // objects that other ranks send are this rank's own
+    if (inputs[0].device().is_cpu())
+      for (auto& output : outputs[0]) output.copy_(inputs[0]);
+    return done("all_gather", inputs);
+  }
+  WorkPtr _allgather_base(at::Tensor&, at::Tensor& input, const c10d::AllgatherOptions&) override {
+    return done("all_gather", {input});
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors& inputs, const c10d::AllgatherOptions&) override {
+    return done("all_gather", inputs);
+  }
+  WorkPtr reduce_scatter(Tensors&, Groups& inputs, const c10d::ReduceScatterOptions&) override {
+    return done("reduce_scatter", inputs[0]);
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor& input, const c10d::ReduceScatterOptions&) override {
+    return done("reduce_scatter", {input});
+  }
+  WorkPtr alltoall_base(
+      at::Tensor&, at::Tensor& input, std::vector<int64_t>&, std::vector<int64_t>&,
+      const c10d::AllToAllOptions&) override {
+    return done("all_to_all", {input});
+  }
+  WorkPtr alltoall(Tensors&, Tensors& inputs, const c10d::AllToAllOptions&) override {
+    return done("all_to_all", inputs);
+  }
+  WorkPtr barrier(const c10d::BarrierOptions&) override { return done("barrier", {}); }
+
+ private:
+  WorkPtr done(const std::string& operation, const Tensors& tensors) {
+    int64_t bytes = 0;
+    for (const auto& tensor : tensors) bytes += tensor.nbytes();
+    report("collective", operation + " of " + std::to_string(getSize()), bytes);
+    return c10::make_intrusive<Done>();
+  }
+};
 
 class Group final : public c10d::Backend {
  public:
@@ -616,12 +683,6 @@ class Group final : public c10d::Backend {
     return true;
   }
 
-  struct Done final : c10d::Work {
-    bool isCompleted() override { return true; }
-    bool isSuccess() const override { return true; }
-    bool wait(std::chrono::milliseconds) override { return true; }
-  };
-
   WorkPtr averaged(WorkPtr work, bool averages, const Tensors& tensors) {
     if (!averages) return work;
     work->wait();
@@ -641,6 +702,9 @@ PYBIND11_MODULE(simgpu, m) {
   m.def("set_hollow", [](bool value) { hollow = value; });
   m.def("pinned", [] { return pinned.allocated; });
   m.def("set_size", [](size_t bytes) { allocator.size = bytes; });
+  m.def("hollow_group", [](int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<Hollow>(rank, size);
+  });
   m.def("group", [](const c10::intrusive_ptr<c10d::Backend>& host) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Group>(host);
   });
