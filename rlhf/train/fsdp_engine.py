@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from ratchet.rlhf.models.skeleton import Skeleton
 
 STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-WHOLE = "embedding_rowwise"
-"""Embeddings are not split over the team; FSDP shards them."""
+EMBEDDING = "embedding_rowwise"
+"""The engine splits the embedding by itself, together with the head."""
 SUMMED = "replicated_with_grad_allreduce"
 """Each member of the team has the parameter and applies it to its own heads, so gradients are summed over the team."""
 
@@ -149,7 +149,7 @@ class FSDPEngine(TorchEngine):
         """Splits the model over the team; returns the model's plan: styles by pattern of module names."""
         config = self.model.config.get_text_config()
         full_plan = (getattr(config, "base_model_tp_plan", None) or {}).items()
-        plan = {pattern: style for pattern, style in full_plan if style != WHOLE}
+        plan = {pattern: style for pattern, style in full_plan if style != EMBEDDING}
         unknown = set(plan.values()) - {*STYLES, SUMMED}
         if not plan or unknown:
             raise UserError(
@@ -164,23 +164,25 @@ class FSDPEngine(TorchEngine):
                 )
         styles = {pattern: STYLES[style]() for pattern, style in plan.items() if style in STYLES}
         parallelize_module(self.model.base_model, team, styles)
-        if self.head == "policy":
-            self._cut_head(team)
+        self._cut_vocabulary(team)
         return plan
 
-    def _cut_head(self, team: DeviceMesh) -> None:
-        """Splits the head, and an embedding tied to it, by vocabulary if the team divides it."""
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        is_tied = head.weight is embedding.weight
+    def _cut_vocabulary(self, team: DeviceMesh) -> None:
+        """Splits the embedding and the head by vocabulary, if the team divides it."""
+        embedding = self.model.get_input_embeddings()
+        head = self.model.get_output_embeddings() if self.head == "policy" else None
+        is_tied = head is not None and head.weight is embedding.weight
         # a subclass of Embedding may scale its output before the team has summed it
-        if head.weight.shape[0] % self.team or (is_tied and type(embedding) is not torch.nn.Embedding):
-            return
-        parallelize_module(head, team, ColwiseParallel())
-        if is_tied:
+        cuts_embedding = type(embedding) is torch.nn.Embedding and embedding.weight.shape[0] % self.team == 0
+        cuts_head = head is not None and head.weight.shape[0] % self.team == 0 and (cuts_embedding or not is_tied)
+        if cuts_head:
+            parallelize_module(head, team, ColwiseParallel())
+            share = head.weight.to_local().shape[0]
+            self.module.vocabulary = VocabularyShare(team.get_group(), share * team.get_local_rank(), self.team)
+        if cuts_embedding:
             parallelize_module(embedding, team, RowwiseParallel(input_layouts=Replicate()))
-            head.weight = embedding.weight
-        share = head.weight.to_local().shape[0]
-        self.module.vocabulary = VocabularyShare(team.get_group(), share * team.get_local_rank(), self.team)
+            if is_tied:
+                head.weight = embedding.weight
 
     def _free_copies(self) -> None:
         for module in self.module.modules():

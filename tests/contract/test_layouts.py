@@ -426,7 +426,7 @@ def test_two_processes_share_each_sequence(
     assert_same_update(loaded, one)
 
 
-def odd_folder(name: str, folder: Path, vocabulary: int = 78) -> Path:
+def odd_folder(name: str, folder: Path, vocabulary: int = 78, padding: int | None = None) -> Path:
     """Models whose plan has more to it: norms of single heads; biases where rows are cut, and tied embeddings.
 
     Their weights are always the same: float32 rounds the entropy of one such model in hundreds by more than CLOSE.
@@ -440,6 +440,7 @@ def odd_folder(name: str, folder: Path, vocabulary: int = 78) -> Path:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "initializer_range": 0.3,
+        "pad_token_id": padding,
     }
     if name == "qwen3":
         model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16))
@@ -552,9 +553,15 @@ def test_eight_processes_hold_each_element_once(name: str, options: dict[str, An
         assert runs[-1][1] == size
 
 
+@pytest.mark.parametrize("padding", [None, 5, 44])
 @pytest.mark.parametrize("name", ["qwen3", "biased and tied"])
-def test_matrices_of_other_models_are_shared(name: str, batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path) -> None:
-    folder = odd_folder(name, tmp_path)
+def test_matrices_of_other_models_are_shared(
+    name: str, padding: int | None, batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path
+) -> None:
+    """The token that pads is not learned from where it is read, and no other token of any process is taken for it."""
+    folder = odd_folder(name, tmp_path, padding=padding)
+    read = {token for prompt in batch.list("prompt_ids") for token in prompt}
+    assert {5, 44} <= read, "both are the sixth row of a process"
     kind = kind_of("fsdp", "policy", folder, folder)
     one = ENGINES["torch"](folder, "policy")
     told = ranks(run, kind, batch, {"tensor_parallel": 2})
@@ -734,9 +741,7 @@ def run_refused(kind: Kind, options: dict[str, Any]) -> None:
         kind.build(**options)
 
 
-def test_experts_whose_number_the_processes_do_not_divide(
-    batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path
-) -> None:
+def test_experts_whose_number_the_processes_do_not_divide(batch: TrajectoryBatch, ranks: Ranks, tmp_path: Path) -> None:
     """Each process holds rows of all three experts, and none is padded."""
     folder = moe_folder(tmp_path / "three", "qwen3_moe", num_experts=3)
     kind = kind_of("fsdp", "policy", folder, folder)

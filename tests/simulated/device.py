@@ -28,6 +28,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import backend_registration
 
+from ratchet.rlhf.distributed import ranks
+
 NAME = "simgpu"
 VARIABLE = "RATCHET_TEST_SIMGPU"
 """Set for processes that start others, which are to have the device, too."""
@@ -211,6 +213,11 @@ def _group(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
     return _library.group(torch.distributed.ProcessGroupGloo(store, rank, count, timeout))
 
 
+def pinned() -> int:
+    """Returns the bytes of pinned host memory in use."""
+    return int(_library.pinned())
+
+
 @contextlib.contextmanager
 def reported() -> Iterator[list[tuple[str, str, int]]]:
     """Yields a list that gets the kind, operation and bytes of each wait for the device and each copy to or from it."""
@@ -228,6 +235,7 @@ def hollow(rank: int = 0, count: int = 1) -> Iterator[None]:
     global _is_hollow
     importlib.import_module("torch._meta_registrations")  # the shapes that Python computes
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # it remembers the mesh as the rank before saw it
+    ranks._group.cache_clear()
     _is_hollow = True
     _library.set_hollow(True)
     torch.distributed.init_process_group(f"cpu:hollow,{NAME}:simccl", rank=rank, world_size=count, store=FakeStore())

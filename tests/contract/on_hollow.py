@@ -1,0 +1,268 @@
+"""Engines of real sizes on a device that has shapes only; test_simulated_gpu.py runs this elsewhere.
+
+What a rank holds and sends is counted from the engine's own calls, for models of 0.5 B to 235 B on up to 512 ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+
+from ratchet.rlhf.algorithms import PPOClip
+from ratchet.rlhf.algorithms.objectives import ActorObjective
+from ratchet.rlhf.algorithms.optimizers import AdamW
+from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.config.engines import FSDPConfig, TorchConfig
+from ratchet.rlhf.models import segments
+from ratchet.rlhf.models.skeleton import without_memory
+from ratchet.rlhf.train.engine import OptimizerPlan
+from ratchet.rlhf.train.fsdp_engine import FSDPEngine
+from ratchet.rlhf.train.torch_engine import TorchEngine
+from tests.simulated import device
+
+MODELS: dict[str, PreTrainedConfig] = {
+    "0.5 B": Qwen2Config(  # Qwen 2.5
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "7 B": LlamaConfig(),  # Llama 2
+    "32 B": Qwen2Config(  # Qwen 2.5
+        vocab_size=152064,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+    ),
+    "70 B": LlamaConfig(  # Llama 3
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+    "235 B": Qwen3MoeConfig(  # Qwen3-235B-A22B
+        vocab_size=151936,
+        hidden_size=4096,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        norm_topk_prob=True,
+    ),
+}
+PROMPT, RESPONSE, BUDGET = 512, 1536, 4096
+HUGE = 2**50
+"""Memory of the device in bytes: what does not fit a GPU is a number here."""
+
+
+@dataclass
+class Phase:
+    """What a rank did between two marks."""
+
+    peak: int
+    """Bytes of the device."""
+    reports: list[tuple[str, str, int]]
+
+    @property
+    def collectives(self) -> list[tuple[str, int]]:
+        """Operations and ranks, and bytes of this rank's input, in order."""
+        return [(operation, size) for kind, operation, size in self.reports if kind == "collective"]
+
+
+@dataclass
+class Ledger:
+    """What one rank held and sent."""
+
+    before: int
+    """Bytes of the device that others hold."""
+    parameters: int
+    trained: int = 0
+    """Bytes that it holds between updates."""
+    before_step: int = 0
+    """Bytes when all gradients are there."""
+    pinned: int = 0
+    """Bytes of pinned host memory while everything is away."""
+    left: int = 0
+    """Bytes of the device while everything is away."""
+    phases: dict[str, Phase] = field(default_factory=dict)
+
+
+def trajectories(rows: int) -> TrajectoryBatch:
+    rng = np.random.default_rng(0)
+
+    def per_token() -> list[np.ndarray]:
+        return list(rng.standard_normal((rows, RESPONSE)).astype(np.float32))
+
+    return TrajectoryBatch.of(
+        {
+            "trajectory_id": [f"it000000-p{row:05d}-s00" for row in range(rows)],
+            "prompt_ids": list(rng.integers(3, 78, (rows, PROMPT))),
+            "response_ids": list(rng.integers(3, 78, (rows, RESPONSE))),
+            "loss_mask": [np.ones(RESPONSE, np.int64)] * rows,
+            "advantages": per_token(),
+            "old_log_probs": per_token(),
+            "ref_log_probs": per_token(),
+        }
+    )
+
+
+OBJECTIVE = ActorObjective(PPOClip(), kl_in_loss=0.1, kl_estimator="k3", entropy_coef=0.01, on_policy=False)
+
+
+@contextmanager
+def noted(ledger: Ledger, name: str) -> Iterator[None]:
+    torch.accelerator.reset_peak_memory_stats()
+    with device.reported() as reports:
+        yield
+    ledger.phases[name] = Phase(torch.accelerator.max_memory_allocated() - ledger.before, reports)
+
+
+def ledger_of(model: str, rank: int, count: int, layers: int | None = None, **options: Any) -> Ledger:
+    """Builds an engine as one of `count` ranks, and goes through all that a run does with it."""
+    device.enable(size=HUGE)
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+
+    def held() -> int:
+        return torch.accelerator.memory_allocated() - before
+
+    config = MODELS[model]
+    if layers is not None:
+        config = type(config).from_dict({**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+    rows = max(4, count)
+    batch = trajectories(rows)
+    plan = OptimizerPlan(
+        lr=1e-6,
+        optimizer=AdamW(),
+        grad_clip=1.0,
+        micro_batch_tokens=BUDGET,
+        mini_batches=(tuple(range(rows)),),
+        temperature=1.0,
+    )
+    with device.hollow(rank, count):
+        with without_memory():
+            built = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        ledger = Ledger(before, sum(parameter.numel() for parameter in built.parameters()))
+        engine: Any
+        if options.pop("engine", "fsdp") == "torch":
+            engine = TorchEngine(built, "policy", dtype="bfloat16", gradient_checkpointing=None, **options)
+        else:
+            engine = FSDPEngine(built, "policy", dtype="bfloat16", gradient_checkpointing=None, **options)
+            engine._give_memory()
+        with noted(ledger, "log-probs"):
+            engine.infer(batch, ("log_probs", "entropy"), temperature=1.0, micro_batch_tokens=BUDGET)
+        engine.update(batch, OBJECTIVE, plan)
+        ledger.trained = held()
+        take_step = engine._step
+
+        def stepped(plan: OptimizerPlan) -> float:
+            ledger.before_step = held()
+            norm: float = take_step(plan)
+            return norm
+
+        engine._step = stepped
+        with noted(ledger, "update"):
+            engine.update(batch, OBJECTIVE, plan)
+        with noted(ledger, "weights"):
+            for _ in engine.weights(torch.bfloat16):
+                pass
+        with noted(ledger, "digest"):
+            engine.digest()
+        with noted(ledger, "away"):
+            engine.place(model=False, optimizer=False)
+        ledger.left, ledger.pinned = held(), device.pinned()
+        with noted(ledger, "back"):
+            engine.place(model=True, optimizer=True)
+        assert held() == pytest.approx(ledger.trained, rel=1e-3)
+    return ledger
+
+
+GIB = 2**30
+LAYOUTS = [
+    ("0.5 B", 1, {"engine": "torch"}),
+    ("7 B", 8, {}),
+    ("7 B", 8, {"shard_size": 4}),
+    ("7 B", 8, {"tensor_parallel": 2}),
+    ("32 B", 64, {"tensor_parallel": 8}),
+    ("70 B", 64, {}),
+    ("235 B", 512, {}),
+]
+
+
+@pytest.mark.parametrize(("model", "count", "options"), LAYOUTS, ids=str)
+def test_a_rank_holds_what_the_formulas_say(model: str, count: int, options: dict[str, Any]) -> None:
+    """`infra` decides by these formulas whether a run fits its GPUs. Layers are alike, so a few say what all would."""
+    ledger = ledger_of(model, count - 1, count, layers=4, **options)
+    n = ledger.parameters
+    config: Any = TorchConfig() if options.get("engine") == "torch" else FSDPConfig(**options)
+    shards = options.get("shard_size", count)
+    weights, state = config.held(n, n, 8 * n, 2, shards)
+    assert ledger.trained == pytest.approx(weights + state, rel=0.02)
+    gradients = 4 * n * config.gradient_share(shards)
+    # the micro-batch's last tensors are still there
+    assert ledger.before_step - ledger.trained == pytest.approx(gradients, rel=0.1, abs=0.1 * GIB)
+
+
+@pytest.mark.parametrize(("model", "count", "options"), LAYOUTS, ids=str)
+def test_what_leaves_the_device_is_pinned_once(model: str, count: int, options: dict[str, Any]) -> None:
+    ledger = ledger_of(model, 0, count, layers=4, **options)
+    assert ledger.left < 0.01 * ledger.trained
+    assert ledger.trained <= ledger.pinned + ledger.left
+    assert ledger.pinned <= 1.02 * ledger.trained + 2**25, "PyTorch pins powers of two"
+
+
+@pytest.mark.parametrize(("model", "count", "options"), [layout for layout in LAYOUTS if layout[1] > 1], ids=str)
+def test_all_ranks_make_the_same_calls_in_the_same_order(model: str, count: int, options: dict[str, Any]) -> None:
+    """Two ranks that did not would wait for each other for ever."""
+    first, *others = (ledger_of(model, rank, count, layers=2, **options) for rank in (0, count // 2, count - 1))
+    for other in others:
+        for name, phase in first.phases.items():
+            calls = [operation for operation, _ in phase.collectives]
+            assert [operation for operation, _ in other.phases[name].collectives] == calls, name
+    assert first.phases["update"].collectives
+    assert not first.phases["away"].collectives
+
+
+@pytest.mark.parametrize("count", [64, 128, 512])
+def test_experts_are_not_padded(count: int) -> None:
+    """128 experts on 512 ranks were gathered as 512."""
+    ledger = ledger_of("235 B", count - 1, count, layers=2)
+    gathered = count * sum(
+        size for call, size in ledger.phases["log-probs"].collectives if call.startswith("all_gather")
+    )
+    passes = -(-max(4, count) * (PROMPT + RESPONSE) // BUDGET // count)  # micro-batches of a rank
+    assert gathered <= 1.02 * 2 * ledger.parameters * passes
+
+
+def test_a_head_is_computed_in_pieces() -> None:
+    """The logits of a micro-batch would take 4096 x 152064 x 4 bytes, 2.3 GiB, several times."""
+    ledger = ledger_of("32 B", 0, 64, layers=1)
+    layer = 2 * 5120 * 27648 * 3 + 4 * 5120 * 5120
+    assert ledger.phases["log-probs"].peak < ledger.trained + 3 * 2 * layer + 2 * 2 * 152064 * 5120 + 2 * GIB
+
+
+def test_varlen_attention_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 an H100 computes attention by PyTorch's kernel for sequences of different lengths."""
+    padded = ledger_of("7 B", 0, 8, layers=4)
+    monkeypatch.setattr(segments, "has_kernel", lambda dim, on, dtype: dtype == torch.bfloat16)
+    packed = ledger_of("7 B", 0, 8, layers=4)
+    assert packed.phases["update"].peak <= 1.1 * padded.phases["update"].peak
+    assert packed.trained == padded.trained
