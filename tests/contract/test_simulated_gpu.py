@@ -28,6 +28,11 @@ def test_what_it_finds_and_how_often_engines_wait() -> None:
 
 
 @pytest.mark.slow
+def test_engines_of_real_sizes() -> None:
+    run("tests/contract/on_hollow.py")
+
+
+@pytest.mark.slow
 def test_what_every_engine_promises() -> None:
     run("tests/contract/test_train_engines.py", "-k", ENGINES)
 
