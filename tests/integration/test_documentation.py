@@ -105,6 +105,7 @@ TYPED = {
     "ratchet reproduce RUN --iteration K": "ratchet reproduce countdown --iteration 3",
     "ratchet explain RUN K": "ratchet explain countdown 33",
     "ratchet export RUN DIR": "ratchet export countdown exported",
+    "ratchet export RUN DIR --trajectories": "ratchet export countdown written --trajectories",
     "ratchet ingest RUN -o DIR": "ratchet ingest countdown -o ingested",
     "ratchet verify RUN": "ratchet verify countdown",
     "ratchet vacuum RUN": "ratchet vacuum countdown",
