@@ -174,14 +174,13 @@ class FSDPEngine(TorchEngine):
         is_tied = head is not None and head.weight is embedding.weight
         # a subclass of Embedding may scale its output before the team has summed it
         cuts_embedding = type(embedding) is torch.nn.Embedding and embedding.weight.shape[0] % self.team == 0
-        cuts_head = head is not None and head.weight.shape[0] % self.team == 0 and (cuts_embedding or not is_tied)
-        if cuts_head:
+        if head is not None and head.weight.shape[0] % self.team == 0 and (cuts_embedding or not is_tied):
             parallelize_module(head, team, ColwiseParallel())
             share = head.weight.to_local().shape[0]
             self.module.vocabulary = VocabularyShare(team.get_group(), share * team.get_local_rank(), self.team)
         if cuts_embedding:
             parallelize_module(embedding, team, RowwiseParallel(input_layouts=Replicate()))
-            if is_tied:
+            if head is not None and is_tied:
                 head.weight = embedding.weight
 
     def _free_copies(self) -> None:

@@ -541,7 +541,7 @@ def assert_takes_new_weights(kind: Kind, folder: Path) -> None:
 def test_new_weights_are_broadcast_to_sglang(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In many buckets, to a server that shares no folder. It is ready for the next trainer when one dies amid them, and
     when it has refused some."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", {"cpu": 100_000})
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", dict.fromkeys(buckets.BUCKET_BYTES, 100_000))
     kind, by_folder = ENGINES["sglang"], sglang_rollout(policy_folder)
     assert isinstance(by_folder, ServerRollout)
     engine = ServerRollout([by_folder.servers[0].url], api="sglang", eos_token_ids=EOS)
@@ -574,7 +574,7 @@ DIES_AMID_WEIGHTS = """
 import os, sys, torch
 from ratchet.rlhf.weights import buckets
 from ratchet.rlhf.rollout.server_engine import ServerRollout
-buckets.BUCKET_BYTES = {"cpu": 4}
+buckets.BUCKET_BYTES = dict.fromkeys(buckets.BUCKET_BYTES, 4)
 def weights():
     for _ in range(9):
         yield "lm_head.weight", torch.ones(78, 128)

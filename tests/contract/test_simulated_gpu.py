@@ -17,9 +17,10 @@ ENGINES = "(torch or fsdp) and not megatron and not zero and not deepspeed"
 
 def run(*arguments: str) -> None:
     library()
-    options = ["-p", "tests.simulated.plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
+    options = ["-p", "tests.simulated.plugin", "-p", "no:cacheprovider", "-q"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", *options, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
@@ -44,7 +45,7 @@ def test_layouts_of_several_processes() -> None:
 
 OTHERS = (
     *("contract/test_lora.py", "contract/test_preference_engine.py"),
-    *("unit/test_checkpointing.py", "unit/test_generation.py", "unit/test_host_buffers.py", "unit/test_log_probs.py"),
+    *("unit/test_generation.py", "unit/test_host_buffers.py", "unit/test_log_probs.py"),
     *("unit/test_prefix_sharing.py", "unit/test_reward_model.py", "unit/test_skeleton.py", "unit/test_state_digest.py"),
     *("unit/test_stored_state.py", "unit/test_token_outputs.py", "unit/test_weight_transfer.py", "unit/test_worker.py"),
 )

@@ -56,7 +56,7 @@ def test_what_arrives_is_what_was_sent(
         received.extend((name, tensor.clone()) for name, tensor in packed.tensors(memory.memory))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "BUCKET_BYTES", {"cpu": bucket})
+        patch.setattr(buckets, "BUCKET_BYTES", dict.fromkeys(buckets.BUCKET_BYTES, bucket))
         sent = send(weights, dtype, [Memory(CPU) for _ in range(buffers)], deliver)
     assert [name for name, _ in received] == [name for name, _ in weights]
     for (_, arrived), (_, original) in zip(received, weights, strict=True):
@@ -67,7 +67,7 @@ def test_what_arrives_is_what_was_sent(
 
 
 def test_a_bucket_is_filled_while_another_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", {"cpu": 4})
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", dict.fromkeys(buckets.BUCKET_BYTES, 4))
     second_is_filled = threading.Event()
     read: list[float] = []
 
@@ -86,7 +86,7 @@ def test_a_bucket_is_filled_while_another_is_read(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_error_of_the_receiver_reaches_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", {"cpu": 4})
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", dict.fromkeys(buckets.BUCKET_BYTES, 4))
 
     def deliver(packed: Packed, memory: Memory) -> None:
         if "tensor 1" in packed.names:
@@ -198,7 +198,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_trainer_notices_that_a_rollout_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", {"cpu": 4})
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", dict.fromkeys(buckets.BUCKET_BYTES, 4))
     rendezvous = Rendezvous("127.0.0.1", 600)
     with subprocess.Popen([sys.executable, "-c", RECEIVES_ONE_TENSOR, rendezvous.url]) as receiver:
         link = WeightLink(rendezvous, SENDER, 2, "127.0.0.1", 600)
