@@ -46,6 +46,7 @@ PROGRAMS = ("ratchet", "python", "make", "pip", "prefect", "ssh")
 
 NOT_RUN = {
     "pytest": "runs for minutes what the suite runs",
+    "python -m pytest -p tests.simulated.plugin": "the same: tests/contract/test_simulated_gpu.py",
     "python -m tests.racing": "races for minutes",
     "make": "installs, or runs for minutes; its target must exist",
     "pip install": "installs; the extras that it names must exist",

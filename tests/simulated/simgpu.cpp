@@ -38,10 +38,16 @@
 #include <mutex>
 #include <unordered_set>
 
+namespace {
+bool hollow = false;
+}
+
 int64_t attention_choice(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor&, const std::optional<at::Tensor>& mask,
     double dropout, bool, std::optional<double>, bool) {
-  bool is_kernel = dropout == 0.0 && query.dim() == 4 && query.size(1) == key.size(1) && !(mask && mask->requires_grad());
+  // the CPU's kernel takes no groups of heads, a GPU's does
+  bool is_kernel = dropout == 0.0 && query.dim() == 4 && (hollow || query.size(1) == key.size(1)) &&
+      !(mask && mask->requires_grad());
   return static_cast<int64_t>(is_kernel ? sdp::SDPBackend::overrideable : sdp::SDPBackend::math);
 }
 
@@ -55,7 +61,6 @@ constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 const c10::Device DEVICE(TYPE, 0);
 const c10::Stream STREAM(c10::Stream::DEFAULT, DEVICE);
 std::mutex mutex;
-bool hollow = false;
 
 // Reports.
 
