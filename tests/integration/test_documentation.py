@@ -107,6 +107,7 @@ TYPED = {
     "ratchet explain RUN K": "ratchet explain countdown 33",
     "ratchet export RUN DIR": "ratchet export countdown exported",
     "ratchet export RUN DIR --trajectories": "ratchet export countdown written --trajectories",
+    "ratchet ingest DIR -o data/agents": "ratchet ingest written -o data/agents",
     "ratchet ingest RUN -o DIR": "ratchet ingest countdown -o ingested",
     "ratchet verify RUN": "ratchet verify countdown",
     "ratchet vacuum RUN": "ratchet vacuum countdown",
