@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,10 @@ import pytest
 from tests.simulated.device import library
 
 ROOT = Path(__file__).parents[2]
+compiles = pytest.mark.skipif(
+    shutil.which("g++") is None or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+    reason="the device is compiled by g++, with the headers of Python",
+)
 ENGINES = "(torch or fsdp) and not megatron and not zero and not deepspeed"
 
 
@@ -24,20 +30,24 @@ def run(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@compiles
 def test_what_it_finds_and_how_often_engines_wait() -> None:
     run("tests/contract/on_simgpu.py")
 
 
+@compiles
 @pytest.mark.slow
 def test_engines_of_real_sizes() -> None:
     run("tests/contract/on_hollow.py")
 
 
+@compiles
 @pytest.mark.slow
 def test_what_every_engine_promises() -> None:
     run("tests/contract/test_train_engines.py", "-k", ENGINES)
 
 
+@compiles
 @pytest.mark.slow
 def test_layouts_of_several_processes() -> None:
     run("tests/contract/test_layouts.py", "-k", "not megatron and not zero and not deepspeed")
@@ -51,11 +61,13 @@ OTHERS = (
 )
 
 
+@compiles
 @pytest.mark.slow
 def test_generation_adapters_weights_and_state() -> None:
     run(*(f"tests/{suite}" for suite in OTHERS), "-k", "not megatron and not zero and not deepspeed")
 
 
+@compiles
 @pytest.mark.slow
 def test_whole_runs_that_are_killed_and_resumed() -> None:
     run("tests/integration/test_train.py", "-k", "not a_replay_that_differs")  # which is an error on a CPU only
