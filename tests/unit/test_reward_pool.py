@@ -31,7 +31,13 @@ def row(response: str, truth: str = "") -> Trajectory:
 
 
 @pytest.fixture
-def pool() -> Iterator[RewardPool]:
+def others() -> set[psutil.Process]:
+    """Processes of runs that other tests have started in this one; their rewards' live on."""
+    return set(psutil.Process().children(recursive=True))
+
+
+@pytest.fixture
+def pool(others: set[psutil.Process]) -> Iterator[RewardPool]:
     pool = pool_of({HOSTILE: 1.0}, workers=2, timeout_s=15.0)
     yield pool
     pool.close()
@@ -62,7 +68,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
-def test_each_row_has_its_own_fate(pool: RewardPool) -> None:
+def test_each_row_has_its_own_fate(others: set[psutil.Process], pool: RewardPool) -> None:
     asked = ["good", "raise", "print", "sleep", "good", "nan", "die", "text", "fork and sleep", "fork", "good"]
     found = dict(zip(asked, pool.score([row(each) for each in asked]), strict=True))
     for response in ("good", "print", "fork"):
@@ -77,7 +83,8 @@ def test_each_row_has_its_own_fate(pool: RewardPool) -> None:
     ):
         assert isinstance(found[response], kind)
         assert says in str(found[response])
-    left = [each for each in psutil.Process().children(recursive=True) if "ratchet.rlhf.rewards" in cmdline(each)]
+    own = set(psutil.Process().children(recursive=True)) - others
+    left = [process for process in own if "ratchet.rlhf.rewards" in cmdline(process)]
     assert len(left) > 1, "a child, and what it has forked"
     pool.close()
     wait_until(lambda: all(map(has_ended, left)))  # what a reward has forked ends with it
