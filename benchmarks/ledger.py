@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from tests.contract.on_hollow import BUDGET, GIB, MODELS, PROMPT, RESPONSE, Ledger, ledger_of
+from tests.contract.on_hollow import BUDGET, GIB, PROMPT, RESPONSE, Ledger, ledger_of
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
     "7 B, 8 GPUs": ("7 B", 8, {}),
@@ -41,8 +41,7 @@ def main() -> None:
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for title in options.only:
         model, count, layout = LAYOUTS[title]
-        layers = MODELS[model].num_hidden_layers
-        print(row(title, ledger_of(model, count // 2, count, layers, **layout)), flush=True)
+        print(row(title, ledger_of(model, count // 2, count, None, **layout)), flush=True)
 
 
 if __name__ == "__main__":

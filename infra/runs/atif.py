@@ -155,10 +155,11 @@ def _exchanges(row: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[st
             yield asked, json.loads(call["answer"]), call["started"]
         return
     heard: Chat = json.loads(row["messages"])
+    tools = json.loads(row["tools"]) if row.get("tools") else []
     is_answered = row.get("calls") is None  # an agent's program may fail before its first call
     for turn in (row.get("turns") or [{"role": "policy", "content": row["response"]}]) if is_answered else ():
         if turn["role"] == "policy":
-            yield {"messages": heard}, {"role": "assistant", "content": turn["content"]}, None
+            yield {"messages": heard, "tools": tools}, {"role": "assistant", "content": turn["content"]}, None
             heard = []
         else:
             heard = [{"role": ENVIRONMENT, "content": turn["content"]}]

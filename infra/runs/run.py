@@ -91,7 +91,7 @@ def check_store(store_url: str) -> None:
         _entries(store_url)
     except FileNotFoundError as error:
         is_local = isinstance(ObjectStore(store_url).backend, LocalBackend)
-        if is_local or error.__cause__ is not None:  # an object store does not know empty folders
+        if is_local or error.__cause__ is not None:  # an object store has no empty folders
             kind = "folder" if is_local else "bucket"
             raise UserError(f"--store {store_url}: there is no such {kind}: name the {kind} of your runs") from None
 

@@ -358,7 +358,7 @@ def _check_keys(messages: Messages, tools: Tools, template: str, where: str) -> 
 
 
 def _check_roles(messages: Messages, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Raises UserError for a role that the chat template does not know, or whose messages it leaves out.
+    """Raises UserError for a role that the chat template does not handle, or whose messages it leaves out.
 
     Many templates render an unknown role, such as `human`, without complaint, although the model never saw such a turn.
     """

@@ -13,20 +13,26 @@ if TYPE_CHECKING:
     import torch
 
 
-def is_available() -> bool:
-    """Returns True if there is a GPU."""
-    return device().type != "cpu"
-
-
-def device() -> torch.device:
-    """Returns the current GPU, or the CPU if there is none."""
+def _type() -> str:
+    """Returns the type of the GPUs, or `cpu` if there are none; takes no memory of a GPU."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
     # Apple's GPUs have neither collectives nor float64
-    if found is None or found.type == "mps":
-        return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return "cpu" if found is None or found.type == "mps" else found.type
+
+
+def is_available() -> bool:
+    """Returns True if there is a GPU; a driver, which computes nothing, asks this, and takes no memory of it."""
+    return _type() != "cpu"
+
+
+def device() -> torch.device:
+    """Returns the current GPU, or the CPU if there is none. This process then uses the GPU, and must not fork."""
+    import torch
+
+    kind = _type()
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def count() -> int:
@@ -57,7 +63,7 @@ def backend() -> str:
     """Returns the backends of collectives, in the form that `init_process_group` takes."""
     from torch.distributed import get_default_backend_for_device
 
-    here = device().type
+    here = _type()
     return "gloo" if here == "cpu" else f"cpu:gloo,{here}:{get_default_backend_for_device(here)}"
 
 

@@ -196,7 +196,7 @@ class MegatronEngine(ModelEngine):
 
     def _outputs(
         self, micro_batches: Sequence[MicroBatch], names: tuple[str, ...], temperature: float
-    ) -> Iterator[dict[str, Tensor]]:
+    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         if self.groups.place.stages == 1:
             yield from super()._outputs(micro_batches, names, temperature)
             return
@@ -210,7 +210,7 @@ class MegatronEngine(ModelEngine):
             self._run(micro_batches, names, temperature, keep, forward_only=True)
         for number, micro in enumerate(micro_batches):
             nothing = torch.zeros(len(micro.targets), device=self.device)
-            yield computed[number] if computed else dict.fromkeys(names, nothing)
+            yield micro.to(self.device), computed[number] if computed else dict.fromkeys(names, nothing)
 
     def _accumulate(
         self,

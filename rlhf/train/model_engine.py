@@ -259,8 +259,9 @@ class ModelEngine(InferenceEngine, ABC):
         # rounding depends on the rows of a micro-batch, so none mixes two batches; they are only dealt together
         micro_batches = self._dealt(batches, micro_batch_tokens)
         # all outputs leave a GPU together, so that it never waits for the host in between
-        computed = list(self._outputs([micro for *_, micro in micro_batches], names, temperature))
-        columns = {name: [values[name] for values in computed] for name in names}
+        parts = self._outputs([micro for *_, micro in micro_batches], names, temperature)
+        computed = [outputs for _, outputs in parts]
+        columns = {name: [outputs[name] for outputs in computed] for name in names}
         on_host = {name: torch.cat(values).cpu().numpy() for name, values in columns.items() if values}
         begins = np.cumsum([0, *(len(micro.targets) for *_, micro in micro_batches)])
         for (number, rows, _), first in zip(micro_batches, begins, strict=False):
@@ -353,11 +354,12 @@ class ModelEngine(InferenceEngine, ABC):
 
     def _outputs(
         self, micro_batches: Sequence[MicroBatch], names: tuple[str, ...], temperature: float
-    ) -> Iterator[dict[str, Tensor]]:
-        """Yields the outputs of micro-batches, without gradients."""
+    ) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+        """Yields micro-batches on the device, and their outputs without gradients."""
         for micro in micro_batches:
+            here = micro.to(self.device)
             with torch.no_grad():
-                yield self._forward(micro.to(self.device), names, temperature)
+                yield here, self._forward(here, names, temperature)
 
     def _summed(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Sums metrics over the ranks."""
@@ -375,11 +377,10 @@ class ModelEngine(InferenceEngine, ABC):
         total_rows = int(ranks.summed(torch.tensor(local_rows, device=self.device)))
         whole = {name: torch.zeros((total_rows, normalizers.horizon), device=self.device) for name in objective.outputs}
         computed = self._outputs([micro for _, micro in micro_batches], objective.outputs, plan.temperature)
-        for (rows, micro), outputs in zip(micro_batches, computed, strict=True):
-            here = micro.to(self.device)
+        for (rows, _), (micro, outputs) in zip(micro_batches, computed, strict=True):
             for name, values in outputs.items():
-                padded = here.padded(values)[: len(rows)] if self.counts else 0
-                whole[name][here.rows[: len(rows)], : micro.horizon] = padded
+                padded = micro.padded(values)[: len(rows)] if self.counts else 0
+                whole[name][micro.rows[: len(rows)], : micro.horizon] = padded
         return {name: ranks.summed(values) for name, values in whole.items()}
 
     def _dealt(self, batches: Sequence[TrajectoryBatch], budget: int) -> list[tuple[int, np.ndarray, MicroBatch]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from ratchet.rlhf.algorithms import PPOClip
 from ratchet.rlhf.algorithms.objectives import ActorObjective
@@ -27,47 +27,8 @@ from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.fsdp_engine import FSDPEngine
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests.simulated import device
+from tests.sizes import config_of
 
-MODELS: dict[str, PreTrainedConfig] = {
-    "0.5 B": Qwen2Config(  # Qwen 2.5
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "7 B": LlamaConfig(),  # Llama 2
-    "32 B": Qwen2Config(  # Qwen 2.5
-        vocab_size=152064,
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_hidden_layers=64,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-    ),
-    "70 B": LlamaConfig(  # Llama 3
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    ),
-    "235 B": Qwen3MoeConfig(  # Qwen3-235B-A22B
-        vocab_size=151936,
-        hidden_size=4096,
-        num_hidden_layers=94,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=1536,
-        norm_topk_prob=True,
-    ),
-}
 PROMPT, RESPONSE, BUDGET = 512, 1536, 4096
 HUGE = 2**50
 """Memory of the device in bytes: what does not fit a GPU is a number here."""
@@ -133,7 +94,7 @@ def noted(ledger: Ledger, name: str) -> Iterator[None]:
     ledger.phases[name] = Phase(torch.accelerator.max_memory_allocated(), reports)
 
 
-def ledger_of(model: str, rank: int, count: int, layers: int, *, varlen: bool = False, **options: Any) -> Ledger:
+def ledger_of(model: str, rank: int, count: int, layers: int | None, *, varlen: bool = False, **options: Any) -> Ledger:
     """Builds an engine as one of `count` ranks, and goes through all that a run does with it.
 
     In a process of its own: PyTorch remembers groups, and threads do not survive a fork.
@@ -142,13 +103,12 @@ def ledger_of(model: str, rank: int, count: int, layers: int, *, varlen: bool = 
         return pool.apply(_ledger, (model, rank, count, layers, varlen, options))
 
 
-def _ledger(model: str, rank: int, count: int, layers: int, varlen: bool, options: dict[str, Any]) -> Ledger:
+def _ledger(model: str, rank: int, count: int, layers: int | None, varlen: bool, options: dict[str, Any]) -> Ledger:
     device.enable(size=HUGE)
     if varlen:
         segments.has_kernel = lambda dim, on, dtype: dtype == torch.bfloat16  # type: ignore[assignment]
     held = torch.accelerator.memory_allocated
-    config = MODELS[model]
-    config = type(config).from_dict({**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+    config = config_of(model, layers)
     rows = max(4, count)
     batch = trajectories(rows)
     plan = OptimizerPlan(

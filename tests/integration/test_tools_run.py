@@ -102,6 +102,13 @@ def test_tools_of_rows(workspace: Path, processes: Processes) -> None:
     known = set(map(tuple, frame["prompt_ids"]))
     assert set(map(tuple, examples.list("prompt_ids"))) <= known and len(examples) >= 3
 
+    written = folder / "written"
+    exported = processes.cli("export", "tools", written, *store, "--trajectories")
+    assert exported.wait() == 0, exported.text
+    for row in frame.itertuples():
+        offered = json.loads((written / f"{row.trajectory_id}.json").read_text())["agent"].get("tool_definitions")
+        assert offered == (json.loads(row.tools) if isinstance(row.tools, str) else None)
+
     data.write_text(data.read_text().replace("now", "new"))
     refused = processes.train(config.with_values({"train.iterations": 2}))
     assert refused.wait() != 0 and "data.jsonl) changed" in refused.text, refused.text

@@ -7,33 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ratchet.rlhf.models.skeleton import without_memory
 from ratchet.rlhf.train.fsdp_engine import FSDPEngine
 from tests.ranks import in_another_process, only_rank
+from tests.sizes import config_of
 
 LAYERS = 2
 """All layers are alike, so two say what eighty would."""
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "7 B": LlamaConfig(num_hidden_layers=LAYERS),  # Llama 2
-    "32 B": Qwen2Config(  # Qwen 2.5
-        vocab_size=152064,
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-    ),
-    "70 B": LlamaConfig(  # Llama 3
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    ),
-}
+CONFIGS = {name: config_of(name, LAYERS) for name in ("7 B", "32 B", "70 B")}
 OF_ALL_LAYERS = {"7 B": (32, 6.74e9), "32 B": (64, 32.8e9), "70 B": (80, 70.6e9)}
 """Layers and parameters, as their papers have them."""
 CUT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
