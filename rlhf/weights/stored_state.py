@@ -171,19 +171,20 @@ class TensorFile:
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)  # aligns the tensors
         beginning = len(encoded).to_bytes(8, "little") + encoded
-        self._data = BytesIO()
-        if end:  # allocate all memory at once: a growing buffer is copied
-            self._data.seek(len(beginning) + end - 1)
-            self._data.write(b"\0")
-            self._data.seek(0)
+        # zeros whose pages nothing has touched: each is touched once, by the tensor that is copied there
+        self._data = BytesIO(bytes(len(beginning) + end))
         self._data.write(beginning)
-        self._size = len(beginning) + end
 
     def write(self, tensor: Tensor) -> None:
         """Appends the next tensor."""
-        self._data.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        first, flat = self._data.tell(), tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if len(flat):
+            # from a GPU straight to where it stays
+            torch.frombuffer(self._data.getbuffer(), dtype=torch.uint8, count=len(flat), offset=first).copy_(flat)
+        self._data.seek(first + len(flat))
 
     def content(self) -> bytes:
         """Returns the complete file."""
-        assert self._data.tell() == self._size, "all tensors are written"
-        return self._data.getvalue()
+        content = self._data.getvalue()
+        assert self._data.tell() == len(content), "all tensors are written"
+        return content

@@ -172,6 +172,8 @@ def test_colocated_models_take_less_where_idle_ones_are_offloaded(tmp_path: Path
 
     tiny.workspace(tmp_path)
     tiny.model_folder(tmp_path / "model", hidden=1024, layers=8, intermediate=4096)
+    gc.collect()  # memory that earlier tests left to this process would hide what is taken
+    torch.cuda.empty_cache()
     most = {}
     for offload in (False, True):
         config = tiny.config(tmp_path, actor__offload_when_idle=offload, critic__offload_when_idle=offload)
