@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import psutil
 
@@ -36,7 +37,10 @@ class TemporaryServer:
         command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
         command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--log-level", "error"]
         as_prefect_does = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
-        self._process = subprocess.Popen(command, env={**os.environ, **as_prefect_does})
+        environment = {**os.environ, **as_prefect_does}
+        if home := environment.get("PREFECT_HOME"):  # which Prefect forgets here: it warns if ~/.prefect is missing
+            environment.setdefault("PREFECT_MEMO_STORE_PATH", str(Path(home) / "memo_store.toml"))
+        self._process = subprocess.Popen(command, env=environment)
         atexit.register(self._stop)  # runs after Prefect has sent its last events, because it is registered earlier
         self._health = f"{address}/api/health"
         os.environ["PREFECT_API_URL"] = f"{address}/api"

@@ -60,6 +60,7 @@ def test_a_server_started_later_shows_the_runs_and_their_tasks(workspace: Path, 
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     environment = without_a_server(
+        HOME=str(tmp_path / "nowhere"),
         PREFECT_HOME=str(tmp_path / "client"),
         PREFECT_API_DATABASE_CONNECTION_URL=f"sqlite+aiosqlite:///{tmp_path}/prefect.db",
     )
@@ -67,6 +68,7 @@ def test_a_server_started_later_shows_the_runs_and_their_tasks(workspace: Path, 
     driver = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert driver.returncode == 0, driver.stdout + driver.stderr
     assert "continues without Prefect" not in driver.stdout
+    assert "WARNING" not in driver.stdout + driver.stderr  # nothing of Prefect's belongs into a missing ~/.prefect
 
     with (
         prefect_api(tmp_path) as url,  # on the database that the temporary server wrote
