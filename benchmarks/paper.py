@@ -39,6 +39,8 @@ from ratchet.rlhf.train.model_engine import KEYS_PER_TOKEN
 from ratchet.rlhf.weights.state_digest import MIX
 from ratchet.tasks.shard_runner import ROWS_PER_RANK
 
+SLOWER = (1.1, 1.7)
+"""Measured iterations take so many times the seconds of this model (`checks`); the tables say both."""
 SIZES = (("0.5B", 1), ("7B", 8), ("32B", 32), ("70B", 64))
 """Models and GPUs of the tables."""
 STATE = FLOAT32 * (1 + len(AdamW.state))
@@ -341,6 +343,8 @@ def table(setups: Sequence[Setup]) -> str:
         lines.append(f"| {part} | " + " | ".join(f"{parts[part]:.1f}" for parts in columns) + " |")
     sums = [sum(parts.values()) for parts in columns]
     lines.append("| **iteration** | " + " | ".join(f"**{seconds:.0f}**" for seconds in sums) + " |")
+    lines.append("| as measured ones, from | " + " | ".join(f"{SLOWER[0] * seconds:.0f}" for seconds in sums) + " |")
+    lines.append("| to | " + " | ".join(f"{SLOWER[1] * seconds:.0f}" for seconds in sums) + " |")
     every = [f"{snapshot_every(setup, seconds)}" for setup, seconds in zip(setups, sums, strict=True)]
     lines.append("| snapshot every … iterations | " + " | ".join(every) + " |")
     ratios = [f"{log_probs(setup, by_call(setup)) / log_probs(setup, at_once(setup)):.2f}" for setup in setups]
@@ -360,6 +364,42 @@ def memory_table(setups: Sequence[Setup]) -> str:
             for label, size in cells
         ]
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def checks() -> list[tuple[str, Setup, dict[str, float]]]:
+    """Returns iterations that were measured on H100s: what they were, and seconds by part."""
+    llama = Model("Llama 3.1 8B", 4096, 14336, 32, 32, 8, 128256, tied=False, biased=False)
+    own = Model("1B", 2048, 8192, 16, 32, 32, 4096, tied=False, biased=False)
+    nemo = "NeMo-RL 0.4, its performance summary"
+    ours = {"generate": 4.6, "log-probs of actor and reference": 2.4, "updates": 3.6, "iteration": 12.3}
+    return [
+        (nemo, Setup(llama, HARDWARE["H100"], 16, _of_mean(64, 32, 150, 910, 3946)), {"iteration": 97.7}),
+        (nemo, Setup(MODELS["32B"], HARDWARE["H100"], 32, _of_mean(64, 32, 150, 3056, 3946)), {"iteration": 393.0}),
+        ("this project, one run", Setup(own, HARDWARE["H100"], 1, _of_mean(32, 8, 32, 458, 512)), ours),
+    ]
+
+
+def _of_mean(prompts: int, n: int, prompt: int, response: int, longest: int) -> Lengths:
+    """Draws lengths whose mean is `response` after the limit, too."""
+    before = float(response)
+    for _ in range(30):
+        lengths = Lengths.drawn(prompts, n, prompt, round(before), longest)
+        before *= response / lengths.responses.mean()
+    return lengths
+
+
+def check_table() -> str:
+    lines = ["| measured by | model | part | measured, s | computed, s | factor |", "|---|---|---|---|---|---|"]
+    for source, setup, measured in checks():
+        parts = iteration(setup)
+        # the measured iterations contain no snapshot
+        parts["iteration"] = sum(parts.values()) - parts["snapshot"]
+        for part, seconds in measured.items():
+            model = f"{setup.model.name} on {setup.gpus}"
+            lines.append(
+                f"| {source} | {model} | {part} | {seconds:.1f} | {parts[part]:.1f} | **{seconds / parts[part]:.2f}** |"
+            )
     return "\n".join(lines)
 
 
@@ -387,6 +427,8 @@ def main() -> None:
         f"response {lengths.responses.max():,}; {options.mini_batches} optimizer steps\n"
     )
     print(table(setups))
+    if options.model is None:
+        print(f"\n{check_table()}")
     print(f"\n{memory_table(setups)}\n\nWhat does not fit:\n")
     for setup in setups:
         for note in misfits(setup):
