@@ -122,14 +122,15 @@ class VLLM:
 
     def submit(self, submission: Submission) -> None:
         """Adds a request to the running ones."""
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         number, prompt, parameters, adapter = submission
         own_id = self.llm.llm_engine.add_request(
             str(number),
-            TokensPrompt(prompt_token_ids=prompt),
+            tokens_input(prompt),
             SamplingParams(**parameters, output_kind=RequestOutputKind.DELTA),
             lora_request=None if adapter is None else LoRARequest(str(adapter[0]), adapter[0], str(adapter[1])),
         )
