@@ -1,0 +1,148 @@
+"""Estimates the memory of a decoder's activations from the sizes in its config.
+
+Each layer keeps for the backward pass what its operations read: in bfloat16 the inputs of products and of the MLP's
+activation, queries, keys, values and outputs of attention, and for each norm also its input in float32. The estimates
+are held to what engines allocate on a simulated GPU (tests/contract/on_hollow.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ratchet.rlhf.models.token_outputs import BLOCK_BYTES, LOGITS_BYTES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ratchet.rlhf.models.activation_checkpointing import Checkpointing
+
+BLOCKS = 3
+"""Blocks of float32 logits that are in memory at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes:
+    """Numbers of elements in a decoder: of a token in a layer, and of parameters."""
+
+    layers: int
+    hidden: int
+    heads: int
+    queries: int
+    """A token's queries, or the output of its attention."""
+    keys: int
+    """A token's keys, or its values."""
+    inner: int
+    """What a token has within an MLP, in all experts that compute it."""
+    routed: int
+    """Experts that compute a token; 0: there are none."""
+    normed: int
+    """A token's queries and keys, if they are normalized."""
+    vocabulary: int
+    layer: int
+    """Parameters of a layer."""
+    head: int
+    """Parameters of the head; 0 for one without a vocabulary."""
+    ends: int
+    """Parameters outside the layers."""
+    gathered: int
+    """Bytes of the largest tensor, and of its parts, while it is gathered in bfloat16."""
+    is_tied: bool
+    """True if the head is the embedding."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, *, is_policy: bool) -> DecoderSizes | None:
+        """Reads the sizes from a config; None if it lacks them, as that of a model without attention."""
+        text = config.get_text_config().to_dict()
+        if any(text.get(key) is None for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")):
+            return None
+        hidden, heads = text["hidden_size"], text["num_attention_heads"]
+        dim = text.get("head_dim") or hidden // heads
+        queries, keys = heads * dim, (text.get("num_key_value_heads") or heads) * dim
+        counts = (text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        experts = next((count for count in counts if count), 0)
+        routed = (text.get("num_experts_per_tok") or 1) if experts else 0
+        dense = text.get("intermediate_size") or 4 * hidden
+        width = text.get("moe_intermediate_size") or dense
+        shared = (text.get("n_shared_experts") or 0) * width + (text.get("shared_expert_intermediate_size") or 0)
+        inner = routed * width + shared if experts else dense
+        stored = experts * width + shared if experts else dense
+        matrix = text["vocab_size"] * hidden
+        is_tied = is_policy and bool(text.get("tie_word_embeddings"))
+        return cls(
+            layers=text["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            queries=queries,
+            keys=keys,
+            inner=inner,
+            routed=routed,
+            normed=queries + keys if text["model_type"].startswith("qwen3") else 0,  # no field says so
+            vocabulary=text["vocab_size"],
+            layer=2 * hidden * (queries + keys) + 3 * hidden * stored + experts * hidden,
+            head=matrix if is_policy else 0,
+            ends=matrix if is_tied or not is_policy else 2 * matrix,
+            # parts of experts may have to be interleaved
+            gathered=max(4 * matrix, 5 * 2 * experts * hidden * width, 4 * hidden * dense),
+            is_tied=is_tied,
+        )
+
+    def kept(self, width: int, checkpointing: Checkpointing, split: int) -> int:
+        """Returns the bytes of a token that each layer keeps until its backward pass.
+
+        Args:
+            width: bytes of an element in the type of the computation.
+            split: number of processes that split each matrix.
+        """
+        if checkpointing is True:
+            return width * self.hidden
+        if checkpointing is False:
+            return self.whole(width, split)
+        # of the products every second one, see `activation_checkpointing`; those of experts are no such products
+        mlp = 0 if self.routed else self.inner // split + self.hidden
+        attention = (2 * self.queries + self.keys) // split
+        return width * (self.hidden + attention + mlp) + 4 * self.heads // split
+
+    def whole(self, width: int, split: int, *, fused: bool = False) -> int:
+        """Returns the bytes of a token that a layer needs in its backward pass.
+
+        Args:
+            fused: norms and activations keep only their inputs.
+        """
+        attention = (2 * width * (self.queries + self.keys) + 4 * self.heads) // split
+        experts = 2 * width * self.routed * self.hidden
+        if fused:
+            return attention + experts + 2 * width * (self.hidden + self.inner // split)
+        norms = 2 * (4 + 2 * width) * self.hidden + (4 + width) * self.normed // split
+        return attention + experts + norms + 4 * width * self.inner // split
+
+    def backward(self, width: int, checkpointing: Checkpointing, split: int, *, fused: bool) -> int:
+        """Returns the bytes of a token that the backward pass of a layer takes beyond `kept`."""
+        within = max(2 * self.inner // split, 3 * self.routed * self.hidden)
+        # a selection keeps outputs of the MLP, which nothing reads
+        beside = 3 if checkpointing == "selective" and not self.routed else 2
+        gradients = width * (within + beside * self.hidden)
+        recomputed = self.whole(width, split, fused=fused) - self.kept(width, checkpointing, split)
+        return max(recomputed, 0) + gradients
+
+    def forward(self, width: int, split: int) -> int:
+        """Returns the bytes of a token that a forward pass without gradients takes."""
+        within = max(3 * self.inner // split, 3 * self.routed * self.hidden)
+        return width * (within + 4 * self.hidden)
+
+    def of_head(self, tokens: int, width: int, split: int, *, learns: bool) -> int:
+        """Returns the bytes that the head takes for so many tokens, in the backward pass if it learns."""
+        hidden = (4 + 2 * width) * self.hidden * tokens if learns else 0
+        if not self.head:
+            return hidden
+        limit = LOGITS_BYTES if learns else min(LOGITS_BYTES, 4 * BLOCK_BYTES["gpu"])
+        logits, gradient = 4 * tokens * self.vocabulary // split, width * self.head // split * learns
+        # a team computes all logits of a piece together, in float32
+        temporary = BLOCKS * BLOCK_BYTES["gpu"] if split == 1 else (BLOCKS + learns) * min(logits, limit)
+        piece = width * min(logits, limit) // 4 + temporary + gradient
+        # the gradient so far, that of a piece, and their sum
+        return max(piece, 3 * gradient if logits > limit else 0) + hidden
+
+    def of_first_norm(self, width: int) -> int:
+        """Returns the bytes of a token that the backward pass of a norm takes."""
+        return (20 + 2 * width) * self.hidden
