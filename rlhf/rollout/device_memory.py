@@ -1,28 +1,20 @@
-"""Estimates the memory of a process of a run, phase by phase, and whether vLLM fits beside the models that stay.
-
-What a phase holds beyond the models' state is computed for several moments of it, and the largest counts.
-`tests/contract/on_hollow.py` holds the estimates to what engines allocate on a simulated GPU.
-"""
+"""Estimates whether vLLM fits on a GPU beside the models that stay there."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from ratchet.rlhf.config.engines import FSDPConfig, TorchConfig
 from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.models.decoder_sizes import DecoderSizes
 from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 
 if TYPE_CHECKING:
     from ratchet.rlhf.config import ModelConfig, RunConfig
-    from ratchet.rlhf.config.engines import TrainEngineConfig, VLLMConfig
-    from ratchet.rlhf.models.activation_checkpointing import Checkpointing
+    from ratchet.rlhf.config.engines import VLLMConfig
 
 GIB = 2**30
 ROOM_S = 30.0
@@ -46,17 +38,17 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
         if trainer.offload_when_idle and not idle:
             continue
         if facts.head == "reward":
-            held["weights of the reward model"] = count * _width(model)
+            held["weights of the reward model"] = count * width(model)
         elif not facts.computes:
             held[f"weights of the {role} (host memory)"] = 4 * count
         elif not facts.learns:
             if not facts.shares_actor(config):
                 share = trainer.engine.frozen_share(ranks)
-                held[f"weights of the {role}"] = share * count * _width(model)
+                held[f"weights of the {role}"] = share * count * width(model)
         else:
             learned = 0 if model.lora is not None else count  # adapters do not count
             moments = 4 * len(trainer.optimizer.state) * learned
-            held_weights, state = trainer.engine.held(count, learned, moments, _width(model), ranks)
+            held_weights, state = trainer.engine.held(count, learned, moments, width(model), ranks)
             held |= {f"weights of the {role}": held_weights, f"optimizer state of the {role}": state}
     return {what: size for what, size in held.items() if size}
 
@@ -75,104 +67,8 @@ def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> d
     return held
 
 
-@dataclass(frozen=True)
-class Computation:
-    """A model as an engine computes it in one process."""
-
-    sizes: DecoderSizes
-    engine: TrainEngineConfig
-    width: int
-    """Bytes of an element in the type of the computation."""
-    checkpointing: Checkpointing = "selective"
-    fused: bool = False
-    """True if norms and activations are fused kernels."""
-    compiled: bool = False
-    """True if layers are compiled, so that checkpointing recomputes whole ones."""
-
-    @classmethod
-    def of(cls, config: RunConfig, role: str, sizes: DecoderSizes) -> Computation:
-        """Reads how a role of a run is computed on a GPU."""
-        trainer, model = config.trainer_of(role), config.model_of(role)
-        chosen = "selective" if trainer.gradient_checkpointing is None else trainer.gradient_checkpointing
-        fused, compiled = model.kernels != "torch", model.kernels == "compile"
-        return cls(sizes, trainer.engine, _width(model), chosen, fused, compiled)
-
-    def log_probs(self, tokens: int) -> dict[str, float]:
-        """Returns the bytes that a micro-batch takes without gradients, by what they hold."""
-        sizes, split = self.sizes, self.engine.matrix_split
-        tokens //= self.engine.token_split
-        stay, ends, layer = self._gathered
-        own = 0 if stay > ends else layer
-        computed = sizes.forward(self.width, split) * tokens
-        return _largest(
-            ("gathered weights", "activations"),
-            # PyTorch frees a gathered buffer only when the next layer is there
-            (stay + ends + own + layer, 0),
-            (stay + own + 2 * layer, 0),
-            (stay + own + layer, computed),
-            (stay, sizes.of_head(tokens, self.width, split, learns=False)),
-        )
-
-    def update(self, tokens: int, gradients: float, *, several: bool) -> dict[str, float]:
-        """Returns the bytes that a micro-batch takes in an update, with all gradients, by what they hold.
-
-        Args:
-            gradients: bytes of all gradients that the process holds at the end.
-            several: the mini-batch has several micro-batches, so that the gradients of others are there.
-        """
-        sizes, engine, width, split = self.sizes, self.engine, self.width, self.engine.matrix_split
-        tokens //= engine.token_split
-        checkpointing = True if self.compiled and self.checkpointing == "selective" else self.checkpointing
-        kept = sizes.kept(width, checkpointing, split) * tokens
-        backward = sizes.backward(width, checkpointing, split, fused=self.fused) * tokens
-        norm = sizes.of_first_norm(width) * tokens
-        all_kept = sizes.layers * kept
-        stay, ends, layer = self._gathered
-        coming = 2 * layer
-        if stay > ends:
-            coming = 0  # all weights are there, and all gradients until the last micro-batch
-            gradients += 4 * (sizes.layers * sizes.layer + sizes.ends) // split * several
-        at_head = (gradients if several else 0, stay, all_kept + sizes.of_head(tokens, width, split, learns=True))
-        # the head's gradient waits for that of the embedding, or for all others
-        stay += width * sizes.head // split if sizes.is_tied or engine.gathers_layers else 0
-        reduced = 4 * sizes.layer // split if engine.gathers_layers else 0
-        first = gradients if several else 0
-        parameters = sizes.layers * sizes.layer + sizes.ends
-        last = gradients if several else gradients * (1 - (sizes.layer + sizes.ends - sizes.head) / parameters)
-        return _largest(
-            ("gradients", "gathered weights", "activations"),
-            at_head,
-            (first, stay, all_kept + norm),
-            # weights of the layer and of the next; gradients of the one before in float32, and then its own
-            (first, stay + coming, all_kept + backward),
-            (first, stay + coming + reduced, all_kept - kept + backward),
-            (first, stay + coming + layer + reduced, all_kept - kept + norm),
-            (last, stay + coming, kept + backward),
-            (last, stay + coming + layer + reduced, norm),
-            (gradients, (4 + width) * sizes.ends // split if engine.gathers_layers else 0, 0),
-        )
-
-    def whole_tensor(self) -> float:
-        """Returns the bytes that the largest tensor takes while it is read in bfloat16; twice that is in float32."""
-        is_cast = isinstance(self.engine, TorchConfig) and self.width == 4
-        return self.sizes.gathered if self.engine.gathers_layers or is_cast else 0
-
-    @property
-    def _gathered(self) -> tuple[int, int, int]:
-        """Bytes of gathered weights: of those that stay, of those outside the layers, and of a layer."""
-        sizes, engine = self.sizes, self.engine
-        if not engine.gathers_layers:
-            return 0, 0, 0
-        ends, layer = (self.width * count // engine.matrix_split for count in (sizes.ends, sizes.layer))
-        keeps = isinstance(engine, FSDPConfig) and not engine.reshard_after_forward
-        return ends + keeps * sizes.layers * layer, ends, layer
-
-
-def _largest(names: tuple[str, ...], *moments: tuple[float, ...]) -> dict[str, float]:
-    return dict(zip(names, max(moments, key=sum), strict=True))
-
-
-def _width(model: ModelConfig) -> int:
+def width(model: ModelConfig) -> int:
+    """Returns the bytes of an element in the type of a model's computation."""
     return 2 if model.dtype == "bfloat16" else 4
 
 

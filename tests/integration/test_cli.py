@@ -179,7 +179,7 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(
         f"run cli in file://{tmp_path}/runs: new, 2 iterations",
         "23.6 thousand parameters in float32, fsdp in pool gpus (4 workers); weights 23.6 kB, optimizer state 47.2 kB",
         "4 prompts x 2 = 8 trajectories in 2 shards, each of at most 200 + 8 tokens: 1.66 thousand tokens at most",
-        "plus activations in each process of pool gpus",
+        "  memory    of each process of pool gpus, about:\n",
         "kB every iteration",
     ):
         assert said in out

@@ -1,4 +1,4 @@
-"""Estimates the memory of a decoder's activations from the sizes in its config.
+"""Estimates the memory that computing with a decoder takes, from the sizes in its config.
 
 Each layer keeps for the backward pass what its operations read: in bfloat16 the inputs of products and of the MLP's
 activation, queries, keys, values and outputs of attention, and for each norm also its input in float32. The estimates
@@ -8,13 +8,15 @@ are held to what engines allocate on a simulated GPU (tests/contract/on_hollow.p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from ratchet.rlhf.config.engines import FSDPConfig, TorchConfig
 from ratchet.rlhf.models.token_outputs import BLOCK_BYTES, LOGITS_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from ratchet.rlhf.config.engines import TrainEngineConfig
     from ratchet.rlhf.models.activation_checkpointing import Checkpointing
 
 BLOCKS = 3
@@ -34,8 +36,10 @@ class DecoderSizes:
     """A token's keys, or its values."""
     inner: int
     """What a token has within an MLP, in all experts that compute it."""
+    experts: int
+    """Experts of a layer; 0: there are none."""
     routed: int
-    """Experts that compute a token; 0: there are none."""
+    """Experts that compute a token."""
     normed: int
     """A token's queries and keys, if they are normalized."""
     vocabulary: int
@@ -76,6 +80,7 @@ class DecoderSizes:
             queries=queries,
             keys=keys,
             inner=inner,
+            experts=experts,
             routed=routed,
             normed=queries + keys if text["model_type"].startswith("qwen3") else 0,  # no field says so
             vocabulary=text["vocab_size"],
@@ -130,15 +135,18 @@ class DecoderSizes:
         within = max(3 * self.inner // split, 3 * self.routed * self.hidden)
         return width * (within + 4 * self.hidden)
 
-    def of_head(self, tokens: int, width: int, split: int, *, learns: bool) -> int:
-        """Returns the bytes that the head takes for so many tokens, in the backward pass if it learns."""
+    def of_head(self, tokens: int, width: int, split: int, *, learns: bool, block: int) -> int:
+        """Returns the bytes that the head takes for so many tokens, in the backward pass if it learns.
+
+        `block` is the size of a block of `BLOCK_BYTES`.
+        """
         hidden = (4 + 2 * width) * self.hidden * tokens if learns else 0
         if not self.head:
             return hidden
-        limit = LOGITS_BYTES if learns else min(LOGITS_BYTES, 4 * BLOCK_BYTES["gpu"])
+        limit = LOGITS_BYTES if learns else min(LOGITS_BYTES, 4 * block)
         logits, gradient = 4 * tokens * self.vocabulary // split, width * self.head // split * learns
         # a team computes all logits of a piece together, in float32
-        temporary = BLOCKS * BLOCK_BYTES["gpu"] if split == 1 else (BLOCKS + learns) * min(logits, limit)
+        temporary = BLOCKS * min(logits, block) if split == 1 else (BLOCKS + learns) * min(logits, limit)
         piece = width * min(logits, limit) // 4 + temporary + gradient
         # the gradient so far, that of a piece, and their sum
         return max(piece, 3 * gradient if logits > limit else 0) + hidden
@@ -146,3 +154,102 @@ class DecoderSizes:
     def of_first_norm(self, width: int) -> int:
         """Returns the bytes of a token that the backward pass of a norm takes."""
         return (20 + 2 * width) * self.hidden
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A model as an engine computes it in one process."""
+
+    sizes: DecoderSizes
+    engine: TrainEngineConfig
+    width: int
+    """Bytes of an element in the type of the computation."""
+    checkpointing: Checkpointing = "selective"
+    fused: bool = False
+    """True if norms and activations are fused kernels."""
+    compiled: bool = False
+    """True if layers are compiled, so that checkpointing recomputes whole ones."""
+    shards: int = 1
+    """Number of processes that share each weight, if layers are gathered."""
+    kind: Literal["cpu", "gpu"] = "gpu"
+    """Kind of the device."""
+
+    def log_probs(self, tokens: int) -> dict[str, float]:
+        """Returns the bytes that a micro-batch takes without gradients, by what they hold."""
+        sizes, split = self.sizes, self.engine.matrix_split
+        tokens //= self.engine.token_split
+        stay, ends, layer = self._gathered
+        own = 0 if stay > ends else layer
+        # cut by their rows; see `fsdp_engine`
+        interleaved = layer if sizes.experts % self.shards else 0
+        computed = sizes.forward(self.width, split) * tokens
+        return _largest(
+            ("gathered weights", "activations"),
+            # PyTorch frees a gathered buffer only when the next layer is there
+            (stay + ends + own + layer + interleaved, 0),
+            (stay + own + 2 * layer + interleaved, 0),
+            (stay + own + layer, computed),
+            (stay, sizes.of_head(tokens, self.width, split, learns=False, block=BLOCK_BYTES[self.kind])),
+        )
+
+    def update(self, tokens: int, gradients: float, *, several: bool) -> dict[str, float]:
+        """Returns the bytes that a micro-batch takes in an update, with all gradients, by what they hold.
+
+        Args:
+            gradients: bytes of all gradients that the process holds at the end.
+            several: the mini-batch has several micro-batches, so that the gradients of others are there.
+        """
+        sizes, engine, width, split = self.sizes, self.engine, self.width, self.engine.matrix_split
+        tokens //= engine.token_split
+        checkpointing = True if self.compiled and self.checkpointing == "selective" else self.checkpointing
+        kept = sizes.kept(width, checkpointing, split) * tokens
+        backward = sizes.backward(width, checkpointing, split, fused=self.fused) * tokens
+        norm = sizes.of_first_norm(width) * tokens
+        all_kept = sizes.layers * kept
+        stay, ends, layer = self._gathered
+        coming = 2 * layer
+        if stay > ends:
+            coming = 0  # all weights are there, and all gradients until the last micro-batch
+            gradients += 4 * (sizes.layers * sizes.layer + sizes.ends) // split * several
+        at_head = (
+            gradients if several else 0,
+            stay,
+            all_kept + sizes.of_head(tokens, width, split, learns=True, block=BLOCK_BYTES[self.kind]),
+        )
+        # the head's gradient waits for that of the embedding, or for all others
+        stay += width * sizes.head // split if sizes.is_tied or engine.gathers_layers else 0
+        reduced = 4 * sizes.layer // split if engine.gathers_layers else 0
+        first = gradients if several else 0
+        parameters = sizes.layers * sizes.layer + sizes.ends
+        last = gradients if several else gradients * (1 - (sizes.layer + sizes.ends - sizes.head) / parameters)
+        return _largest(
+            ("gradients", "gathered weights", "activations"),
+            at_head,
+            (first, stay, all_kept + norm),
+            # weights of the layer and of the next; gradients of the one before in float32, and then its own
+            (first, stay + coming, all_kept + backward),
+            (first, stay + coming + reduced, all_kept - kept + backward),
+            (first, stay + coming + layer + reduced, all_kept - kept + norm),
+            (last, stay + coming, kept + backward),
+            (last, stay + coming + layer + reduced, norm),
+            (gradients, (4 + width) * sizes.ends // split if engine.gathers_layers else 0, 0),
+        )
+
+    def whole_tensor(self) -> float:
+        """Returns the bytes that the largest tensor takes while it is read in bfloat16; twice that is in float32."""
+        is_cast = isinstance(self.engine, TorchConfig) and self.width == 4
+        return self.sizes.gathered if self.engine.gathers_layers or is_cast else 0
+
+    @property
+    def _gathered(self) -> tuple[int, int, int]:
+        """Bytes of gathered weights: of those that stay, of those outside the layers, and of a layer."""
+        sizes, engine = self.sizes, self.engine
+        if not engine.gathers_layers:
+            return 0, 0, 0
+        ends, layer = (self.width * count // engine.matrix_split for count in (sizes.ends, sizes.layer))
+        keeps = isinstance(engine, FSDPConfig) and not engine.reshard_after_forward
+        return ends + keeps * sizes.layers * layer, ends, layer
+
+
+def _largest(names: tuple[str, ...], *moments: tuple[float, ...]) -> dict[str, float]:
+    return dict(zip(names, max(moments, key=sum), strict=True))
