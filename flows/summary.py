@@ -13,6 +13,7 @@ from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.data.prompts import PromptDataset, encode
 from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
 from ratchet.rlhf.errors import counted, reached
+from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 from ratchet.rlhf.rollout.device_memory import gradients, resident
 from ratchet.rlhf.rollout.memory_ledger import Held, Models, memory_of, peak, savings
 
@@ -23,12 +24,8 @@ SAVINGS = 3
 """Largest number of settings that are named because they free memory."""
 
 
-def summary(config: RunConfig, state: RunState, models: Models, gpu: float | None) -> list[str]:
-    """Describes the models, the size of an iteration, the memory of processes, and the snapshots.
-
-    Args:
-        gpu: memory of a GPU in bytes; None: there is none, or it is unknown.
-    """
+def summary(config: RunConfig, state: RunState) -> list[str]:
+    """Describes the models, the size of an iteration, and the snapshots."""
     at = f"continues after {reached(state.iteration, config.iterations)}"
     if not (state.iteration or state.stages or state.shards):
         at = f"new, {counted(config.iterations, 'iteration')}"
@@ -37,7 +34,7 @@ def summary(config: RunConfig, state: RunState, models: Models, gpu: float | Non
         at = f"nothing is left to train, it has {has}: train.iterations={state.iteration + 1} or more continues it"
     lines = [f"run {config.run.name} in {config.run.store}: {at}"]
     for role, model in config.models.items():
-        parameters = models.parameters[role]
+        parameters = parameter_count(model_folder(model))
         parts = ", ".join(f"{what} {_bytes(size)}" for what, size in _memory(config, role, parameters).items())
         lines.append(f"  {role:<10}{_model(config, role, model, parameters)} {_place(config, role)}; {parts}")
     return [
@@ -45,12 +42,15 @@ def summary(config: RunConfig, state: RunState, models: Models, gpu: float | Non
         f"  rollout   {config.rollout.engine.type} {_place(config, 'rollout')}",
         f"  iteration {_iteration(config)}",
         *([f"  snapshots {describe(config).removeprefix('snapshots ')}"] if config.train.updates else []),
-        *_ledger(config, models, gpu),
     ]
 
 
-def _ledger(config: RunConfig, models: Models, gpu: float | None) -> list[str]:
-    """Says what takes the memory of a process in each phase, and what would free some of the fullest."""
+def ledger_lines(config: RunConfig, models: Models, gpu: float | None) -> list[str]:
+    """Says what takes the memory of a process in each phase, and what would free some of the fullest.
+
+    Args:
+        gpu: memory of a GPU in bytes; None: there is none, or it is unknown.
+    """
     lines = []
     for pool, process in memory_of(config, models, gpu).items():
         of = "of this process" if pool is None else f"of each process of pool {pool}"

@@ -20,7 +20,7 @@ def announce(config: RunConfig, accept_changes: bool, gpu: str | None) -> None:
     gpus = None if gpu is None else GPUs.named(gpu)
     silence_prefect()
     from ratchet.flows.callbacks import check_named
-    from ratchet.flows.summary import first_prompt, summary
+    from ratchet.flows.summary import first_prompt, ledger_lines, summary
     from ratchet.flows.terminal import progress
     from ratchet.infra.execution.driver import check_start
     from ratchet.infra.execution.epochs import with_iterations
@@ -37,9 +37,10 @@ def announce(config: RunConfig, accept_changes: bool, gpu: str | None) -> None:
         )
         say_what_changed(state, config)
     models = Models.of(config)
-    memory = float(accelerator.free_and_total()[1]) if gpus is None and accelerator.is_available() else None
-    memory = memory if gpus is None else gpus.memory
-    for line in (*summary(config, state, models, memory), first_prompt(config)):
+    memory = None if gpus is None else gpus.memory
+    if gpus is None and accelerator.is_available():
+        memory = float(accelerator.free_and_total()[1])
+    for line in (*summary(config, state), *ledger_lines(config, models, memory), first_prompt(config)):
         console.print(visible(line), highlight=False)
     if gpus is not None:
         check_fits_gpu(config, models, gpus)

@@ -50,7 +50,7 @@ class DecoderSizes:
     ends: int
     """Parameters outside the layers."""
     gathered: int
-    """Bytes of the largest tensor, and of its parts, while it is gathered in bfloat16."""
+    """Bytes of the largest tensor in float32, or of two in bfloat16."""
     is_tied: bool
     """True if the head is the embedding."""
 
@@ -236,7 +236,8 @@ class Computation:
         )
 
     def whole_tensor(self) -> float:
-        """Returns the bytes that the largest tensor takes while it is read in bfloat16; twice that is in float32."""
+        """Returns the bytes that the largest tensor takes while all are read: in float32 itself, in bfloat16 with the
+        one before."""
         is_cast = isinstance(self.engine, TorchConfig) and self.width == 4
         return self.sizes.gathered if self.engine.gathers_layers or is_cast else 0
 

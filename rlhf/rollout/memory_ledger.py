@@ -113,9 +113,9 @@ class ProcessMemory:
         return held | engine.update(tokens, of_all, several=several)
 
     def _snapshot(self) -> dict[str, float]:
-        engines = [engine for role in self._learners if (engine := self._computation(role)) is not None]
-        whole = max((2 * engine.whole_tensor() for engine in engines), default=0.0)
-        return self._held(None) | {"a whole tensor": whole} if self._learners else {}
+        engines = [self._computation(role) for role in self._learners]
+        gathered = [engine.whole_tensor() for engine in engines if engine is not None and engine.engine.gathers_layers]
+        return self._held(None) | {"a whole tensor": max(gathered, default=0.0)} if engines else {}
 
     def _sync(self) -> dict[str, float]:
         if self.shares_actor or not self.config.train.updates or not {"actor", "rollout"} & {*self.roles}:
@@ -132,7 +132,7 @@ class ProcessMemory:
     def _held(self, active: str | None, *, learns: bool = False) -> dict[str, float]:
         """Returns what stays, and a role that computes; with its optimizer state, if it learns."""
         config, rollout = self.config, self.config.rollout.engine
-        held = resident(config, self.own, self.ranks)
+        held = resident(config, self.own, self.ranks, idle=not self.on_gpu)  # else they move to host memory
         if active in self.own:
             own = resident(config, {active: self.own[active]}, self.ranks, idle=True)
             held |= {what: size for what, size in own.items() if learns or not what.startswith("optimizer")}
@@ -246,14 +246,14 @@ def check_fits_gpu(config: RunConfig, models: Models, gpus: GPUs) -> None:
     if fullest.size <= fullest.room:
         return
     says = (
-        f"{fullest.phase} takes {fullest.size / GIB:.1f} GiB in {fullest.where}, but {gpus.name} has "
-        f"{fullest.room / GIB:.1f}"
+        f"{fullest.phase} takes {fullest.size / 1e9:.1f} GB in {fullest.where}, but {gpus.name} has "
+        f"{fullest.room / 1e9:.1f} GB"
     )
     changes: dict[str, Any] = {}
     while True:
         now = peak(changed := _applied(config, changes), models, gpus.memory)
         if now.room is not None and now.size <= now.room:
-            raise UserError(f"{says}: set {_typed(changes)}, which leaves {(now.room - now.size) / GIB:.1f} GiB free")
+            raise UserError(f"{says}: set {_typed(changes)}, which leaves {(now.room - now.size) / 1e9:.1f} GB free")
         tried = [
             ({**changes, **more}, peak(with_it, models, gpus.memory))
             for more in _candidates(changed, now)
@@ -276,6 +276,8 @@ def _candidates(config: RunConfig, fullest: Peak) -> Iterator[dict[str, Any]]:
         share = math.floor(100 * (1 - others / fullest.room)) / 100
         if 0 < share < config.rollout.engine.gpu_memory_utilization:
             yield {"rollout.engine.gpu_memory_utilization": share}
+    if "key-value cache" in fullest.held and config.rollout.prompts_per_shard > process.ranks:
+        yield {"rollout.prompts_per_shard": config.rollout.prompts_per_shard // 2}
     for role, trainer in config.trainers.items():
         if role not in process.roles:
             continue
@@ -284,7 +286,7 @@ def _candidates(config: RunConfig, fullest: Peak) -> Iterator[dict[str, Any]]:
             yield {f"{section}.micro_batch_tokens": max(longest, trainer.micro_batch_tokens // 2)}
         if trainer.gradient_checkpointing is not True:
             yield {f"{section}.gradient_checkpointing": True}
-        if not trainer.offload_when_idle and len(process.roles) > 1 and engine.moves_state:
+        if process.on_gpu and not trainer.offload_when_idle and len(process.roles) > 1 and engine.moves_state:
             yield {f"{section}.offload_when_idle": True}
         if isinstance(engine, TorchConfig) and process.ranks > 1:
             yield {f"{section}.engine": "fsdp"}
@@ -295,7 +297,7 @@ def _candidates(config: RunConfig, fullest: Peak) -> Iterator[dict[str, Any]]:
                 yield {f"{section}.engine.reshard_after_forward": True}
             if engine.shard_size is not None:
                 yield {f"{section}.engine.shard_size": None}
-        if isinstance(engine, FSDPConfig | DeepSpeedConfig) and not engine.offload:
+        if process.on_gpu and isinstance(engine, FSDPConfig | DeepSpeedConfig) and not engine.offload:
             yield {f"{section}.engine.offload": True}
 
 

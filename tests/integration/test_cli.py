@@ -192,6 +192,22 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(
     )
 
 
+def test_a_dry_run_asks_for_no_gpu(ratchet: Ratchet, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # others may have a Ray on this machine
+    pools = ("pools={gpus: {workers: 4, gpus_per_worker: 1}}", "actor.engine=fsdp")
+    code, out, err = ratchet("train", config_file, "--dry-run", *pools, "--gpu", "h100x4")
+    assert code == 0, err
+    assert "  memory    of each process of pool gpus, which has 84.9 GB, about:\n" in out
+    for options, mistake in (
+        (("--dry-run", *pools, "--gpu", "h100x2"), "pools ask for 4 GPUs, but --gpu h100x2 has 2: name more, or lower"),
+        (("--dry-run", "--gpu", "v100"), "--gpu v100 is unknown: name one of a10, a100-40gb"),
+        (("--gpu", "h100"), "--gpu only compares a dry run with other GPUs: add --dry-run, or remove it"),
+    ):
+        code, _, err = ratchet("train", config_file, *options)
+        assert code == 2
+        assert err.startswith(f"error: {mistake}")
+
+
 def test_a_name_is_what_was_typed(ratchet: Ratchet, config_file: Path, tmp_path: Path) -> None:
     """Not what YAML makes of it: here a date."""
     elsewhere = f"file://{tmp_path}/elsewhere"
