@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.config.engines import DeepSpeedConfig, FSDPConfig, TorchConfig, VLLMConfig
 from ratchet.rlhf.config.roles import ROLES
+from ratchet.rlhf.config.sections import STEPS
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.activation_memory import Computation, DecoderSizes
 from ratchet.rlhf.models.hf_configs import model_config
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 CUDA = 1.2 * GIB
 """Memory that CUDA takes in a process: of 79.2 GiB of an H100, a new one found 78.0."""
-STEPS = 4
-"""Mini-batches of an iteration by default."""
 Held = Mapping[str, float]
 """Bytes by what they hold."""
 
@@ -73,7 +72,7 @@ class ProcessMemory:
         """Estimates what the process holds at most in the phases that it has, if sequences are as long as allowed."""
         found = {
             "generate": self._generate(),
-            "log-probs": self._largest(self._log_probs(role) for role in self.own if ROLES[role].computes),
+            "log-probs": self._largest(self._log_probs(role) for role in self.own if self._infers(role)),
             "update": self._largest(self._update(role) for role in self._learners),
             "snapshot": self._snapshot(),
             "sync": self._sync(),
@@ -83,6 +82,10 @@ class ProcessMemory:
     @property
     def _learners(self) -> list[str]:
         return [role for role in self.config.trainers if role in self.own and self.config.train.updates]
+
+    def _infers(self, role: str) -> bool:
+        """Returns True if a role computes with tensors of its own."""
+        return ROLES[role].computes and not ("actor" in self.own and ROLES[role].shares_actor(self.config))
 
     def _largest(self, candidates: Iterator[dict[str, float]]) -> dict[str, float]:
         return max(candidates, key=lambda held: sum(held.values()), default={})
