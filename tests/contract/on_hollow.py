@@ -161,7 +161,7 @@ def _ledger(model: str, rank: int, count: int, layers: int | None, varlen: bool,
 
 
 GIB = 2**30
-LAYOUTS = [
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("0.5 B", 1, {"engine": "torch"}),
     ("7 B", 8, {}),
     ("7 B", 8, {"shard_size": 4}),
