@@ -32,7 +32,10 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ratchet.rlhf.distributed.gpus import GPU
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,9 +46,6 @@ SIZES: dict[str, dict[str, int]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": 32},
     "4b": {"hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 28, "heads": 24},
 }
-H200_BF16_FLOPS = 989e12
-PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense FLOPs per second, by a part of the GPU's name; of the SXM models."""
 CHECKPOINTING: dict[str, bool | str] = {"none": False, "selective": "selective", "full": True}
 
 
@@ -246,12 +246,12 @@ def measured_options(size: str, kernels: str, checkpointing: str, packing: str, 
     peak = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     median = statistics.median(seconds)
     flops = model_flops(SIZES[size], vocabulary, prompt, lengths)
-    known = [most for name, most in PEAK_BF16_FLOPS.items() if on_gpu and name in torch.cuda.get_device_name()]
+    gpu = device_kind()
     return {
         "seconds": median,
         "tokens_per_s": (rows * prompt + int(lengths.sum())) / median,
         "tflops": flops / median / 1e12,
-        "mfu": flops / median / known[0] if known else None,
+        "mfu": flops / median / gpu.bf16_flops if gpu else None,
         "peak_mb": peak / 2**20,
     }
 
@@ -324,6 +324,7 @@ def main() -> None:
         if options.json is not None:
             options.json.write_text(json.dumps(rows, indent=1))
         return
+    gpu = device_kind()
     if options.only != "options":
         counts = [1, 2] if gpus() != 1 else [1]
         titles = {1: " 1 process: s | MB | tokens/s |", 2: " 2 processes: s | MB each | tokens/s |"}
@@ -334,8 +335,8 @@ def main() -> None:
             for count in counts:
                 seconds, mb, parameters, tokens = measured(case, count, options.size, options.repeats)
                 row += f" {seconds:.2f} | {mb:,.0f} | {tokens / seconds:,.0f} |"
-                if gpus():
-                    row += f" MFU {6 * parameters * tokens / seconds / count / H200_BF16_FLOPS:.1%} |"
+                if gpu is not None:
+                    row += f" MFU {6 * parameters * tokens / seconds / count / gpu.bf16_flops:.1%} |"
             print(f"| {case.name} |{row}", flush=True)
         print(f"{parameters / 1e6:.1f} M parameters")
     if options.only != "engines":
@@ -345,6 +346,15 @@ def main() -> None:
             print(f"| {case.name} | {seconds:.2f} | {mb:,.0f} | {tokens / seconds:,.0f} |", flush=True)
     if options.ray:
         print(f"a call on Ray: {ray_call():.1f} ms")
+
+
+def device_kind() -> GPU | None:
+    """Returns the kind of this machine's GPU; None if it has none, or an unknown one."""
+    import torch
+
+    from ratchet.rlhf.distributed.gpus import of_device
+
+    return of_device(torch.cuda.get_device_name()) if gpus() else None
 
 
 def gpus() -> int:

@@ -1,16 +1,19 @@
 """What a rank holds and sends, for models of 0.5 B to 235 B, on GPUs that are simulated: `python benchmarks/ledger.py`.
 
 The engines of the product run with all layers, on a device that has shapes only (tests/simulated), as one rank of a
-group whose other ranks do not exist. So the bytes are counted, and nothing is timed.
+group whose other ranks do not exist. So the bytes are counted, and nothing is timed. Beside each stands the estimate by
+which a dry run says what fits a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from tests.contract.on_hollow import BUDGET, GIB, PROMPT, RESPONSE, Ledger, ledger_of
+from tests.contract.on_hollow import BUDGET, GIB, PROMPT, RESPONSE, Ledger, estimate, ledger_of
 
-LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "0.5 B, 1 GPU, torch": ("0.5 B", 1, {"engine": "torch"}),
     "7 B, 8 GPUs": ("7 B", 8, {}),
     "32 B, 64 GPUs, tensor_parallel 8": ("32 B", 64, {"tensor_parallel": 8}),
     "70 B, 64 GPUs": ("70 B", 64, {}),
@@ -19,17 +22,16 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
 }
 
 
-def row(title: str, ledger: Ledger) -> str:
+def row(title: str, ledger: Ledger, expected: dict[str, float]) -> str:
     update = ledger.phases["update"]
-    sent = {
-        name: sum(size for call, size in update.collectives if call.startswith(name))
+    counted = {"held": ledger.trained} | {name: ledger.phases[name].peak for name in ("log-probs", "update", "weights")}
+    sent = (
+        sum(size for call, size in update.collectives if call.startswith(name))
         for name in ("all_gather", "reduce_scatter", "all_reduce")
-    }
-    bytes_of = (
-        *(ledger.trained, ledger.phases["log-probs"].peak, update.peak, ledger.phases["weights"].peak, ledger.pinned),
-        *sent.values(),
     )
-    return f"| {title} | {' | '.join(f'{size / GIB:.1f}' for size in bytes_of)} | {len(update.collectives)} |"
+    cells = [f"{size / GIB:.1f} ({expected[name] / GIB:.1f})" for name, size in counted.items()]
+    cells += [f"{size / GIB:.1f}" for size in (ledger.pinned, *sent)]
+    return f"| {title} | {' | '.join(cells)} | {len(update.collectives)} |"
 
 
 def main() -> None:
@@ -41,7 +43,8 @@ def main() -> None:
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for title in options.only:
         model, count, layout = LAYOUTS[title]
-        print(row(title, ledger_of(model, count // 2, count, None, **layout)), flush=True)
+        ledger = ledger_of(model, count // 2, count, None, **layout)
+        print(row(title, ledger, estimate(model, count, None, ledger.parameters, **layout)), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,17 @@ from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer
 from ratchet.rlhf.errors import counted, reached
 from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 from ratchet.rlhf.rollout.device_memory import gradients, resident
+from ratchet.rlhf.rollout.memory_ledger import Held, Models, memory_of, peak, savings
 
 SHOWN = 300
 """Largest number of characters of a prompt that are shown."""
+COLUMNS = 80
+SAVINGS = 3
+"""Largest number of settings that are named because they free memory."""
 
 
 def summary(config: RunConfig, state: RunState) -> list[str]:
-    """Describes the models, the size of an iteration, the memory of a process without activations, and the
-    snapshots.
-    """
+    """Describes the models, the size of an iteration, and the snapshots."""
     at = f"continues after {reached(state.iteration, config.iterations)}"
     if not (state.iteration or state.stages or state.shards):
         at = f"new, {counted(config.iterations, 'iteration')}"
@@ -31,22 +33,52 @@ def summary(config: RunConfig, state: RunState) -> list[str]:
         has = reached(state.iteration, config.iterations)
         at = f"nothing is left to train, it has {has}: train.iterations={state.iteration + 1} or more continues it"
     lines = [f"run {config.run.name} in {config.run.store}: {at}"]
-    totals: dict[str, float] = {}
     for role, model in config.models.items():
-        parameters, place = parameter_count(model_folder(model)), _place(config, role)
-        held = _memory(config, role, parameters)
-        each = place.replace("in pool", "in each process of pool")
-        totals[each] = totals.get(each, 0) + sum(held.values())
-        parts = ", ".join(f"{what} {filesize.decimal(round(size))}" for what, size in held.items())
-        lines.append(f"  {role:<10}{_model(config, role, model, parameters)} {place}; {parts}")
-    memory = ", ".join(f"{filesize.decimal(round(total))} plus activations {where}" for where, total in totals.items())
+        parameters = parameter_count(model_folder(model))
+        parts = ", ".join(f"{what} {_bytes(size)}" for what, size in _memory(config, role, parameters).items())
+        lines.append(f"  {role:<10}{_model(config, role, model, parameters)} {_place(config, role)}; {parts}")
     return [
         *lines,
         f"  rollout   {config.rollout.engine.type} {_place(config, 'rollout')}",
         f"  iteration {_iteration(config)}",
-        f"  memory    {memory}",
         *([f"  snapshots {describe(config).removeprefix('snapshots ')}"] if config.train.updates else []),
     ]
+
+
+def ledger_lines(config: RunConfig, models: Models, gpu: float | None) -> list[str]:
+    """Says what takes the memory of a process in each phase, and what would free some of the fullest.
+
+    Args:
+        gpu: memory of a GPU in bytes; None: there is none, or it is unknown.
+    """
+    lines = []
+    for pool, process in memory_of(config, models, gpu).items():
+        of = "of this process" if pool is None else f"of each process of pool {pool}"
+        room = "" if process.room is None else f", which has {_bytes(process.room)}"
+        lines.append(f"  memory    {of}{room}, about:")
+        for phase, held in process.phases().items():
+            lines.append(f"    {phase:<10}{_bytes(sum(held.values())):>9}  {_parts(held)}")
+    fullest = peak(config, models, gpu)
+    where = "" if fullest.pool is None else f" in pool {fullest.pool}"
+    rows = savings(config, models, gpu)[:SAVINGS]
+    if rows:
+        lines.append(f"  settings  that make {fullest.phase}{where} smaller:")
+    return [*lines, *(f"    {_bytes(size):>19}  {typed}" for typed, size in rows)]
+
+
+def _parts(held: Held) -> str:
+    """Names the largest parts of a memory, as many as fit a line."""
+    text = ""
+    for what, size in sorted(held.items(), key=lambda part: -part[1]):
+        longer = f"{text}, {what} {_bytes(size)}" if text else f"{what} {_bytes(size)}"
+        if round(size) == 0 or len(longer) > COLUMNS - 25:
+            break
+        text = longer
+    return text
+
+
+def _bytes(size: float) -> str:
+    return filesize.decimal(round(size))
 
 
 def first_prompt(config: RunConfig) -> str:

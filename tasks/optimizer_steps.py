@@ -9,15 +9,12 @@ import numpy as np
 from ratchet.infra.workers.calls import C, Context
 from ratchet.rlhf.algorithms.objectives import Objective
 from ratchet.rlhf.batch import TrajectoryBatch
-from ratchet.rlhf.config.sections import UpdateConfig
+from ratchet.rlhf.config.sections import STEPS, UpdateConfig
 from ratchet.rlhf.seeding import generator
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.learning_rate import learning_rate
 from ratchet.rlhf.train.performance import utilization
 from ratchet.tasks.branches import trajectory_index
-
-STEPS = 4
-"""Default number of optimizer steps of a pass over an iteration."""
 
 
 def optimizer_steps(

@@ -10,27 +10,40 @@ from ratchet.flows.commands.options import DEFAULT_STORE, make_folder
 from ratchet.flows.temporary_server import TemporaryServer
 from ratchet.flows.terminal import visible
 from ratchet.rlhf.config import RewardTraining, RunConfig, SFTConfig
+from ratchet.rlhf.distributed.gpus import GPUs
 from ratchet.rlhf.errors import UserError, counted, reached
 
 
-def announce(config: RunConfig, accept_changes: bool) -> None:
-    """Checks everything that a start would check, and says what it would do."""
+def announce(config: RunConfig, accept_changes: bool, gpu: str | None) -> None:
+    """Checks everything that a start would check, and says what it would do; `gpu` names GPUs other than this
+    machine's."""
+    gpus = None if gpu is None else GPUs.named(gpu)
     silence_prefect()
     from ratchet.flows.callbacks import check_named
-    from ratchet.flows.summary import first_prompt, summary
+    from ratchet.flows.summary import first_prompt, ledger_lines, summary
     from ratchet.flows.terminal import progress
     from ratchet.infra.execution.driver import check_start
     from ratchet.infra.execution.epochs import with_iterations
     from ratchet.infra.execution.preflight.run import say_what_changed
+    from ratchet.rlhf.distributed import accelerator
+    from ratchet.rlhf.rollout.memory_ledger import Models, check_fits_gpu
     from ratchet.tasks.fingerprints import check_open_iteration
 
     check_named(config)
     with progress(console):
         config = with_iterations(config)
-        state = check_start(config, take_over=True, accept_changes=accept_changes, check=check_open_iteration)
+        state = check_start(
+            config, take_over=True, accept_changes=accept_changes, check=check_open_iteration, gpus=gpus
+        )
         say_what_changed(state, config)
-    for line in (*summary(config, state), first_prompt(config)):
+    models = Models.of(config)
+    memory = None if gpus is None else gpus.memory
+    if gpus is None and accelerator.is_available():
+        memory = float(accelerator.free_and_total()[1])
+    for line in (*summary(config, state), *ledger_lines(config, models, memory), first_prompt(config)):
         console.print(visible(line), highlight=False)
+    if gpus is not None:
+        check_fits_gpu(config, models, gpus)
 
 
 def drive_run(config: RunConfig, take_over: bool = False, accept_changes: bool = False) -> None:

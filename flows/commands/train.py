@@ -21,7 +21,7 @@ from ratchet.flows.commands.options import (
 from ratchet.flows.commands.starting import announce, drive_run, fit
 from ratchet.rlhf import consent
 from ratchet.rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
-from ratchet.rlhf.errors import RatchetError
+from ratchet.rlhf.errors import RatchetError, UserError
 
 
 def config_keys() -> str:
@@ -39,13 +39,18 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="check everything, say what would happen, and stop")
     ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="with --dry-run: GPUs that the run is to fit, such as h100x8")
+    ] = None,
 ) -> None:
     """Start a run, or resume it if it exists."""
     given = {"run.name": run, "run.store": store}
     values = {key: value for key, value in given.items() if value}
     loaded = load_config(config, overrides or []).with_values(values)
+    if gpu is not None and not dry_run:
+        raise UserError("--gpu only compares a dry run with other GPUs: add --dry-run, or remove it")
     if dry_run:
-        announce(loaded, accept_changes)
+        announce(loaded, accept_changes, gpu)
     else:
         drive_run(loaded, take_over, accept_changes)
 

@@ -30,6 +30,7 @@ from ratchet.infra.workers.worker_groups import WorkerGroups
 from ratchet.rlhf import consent
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.data.expert_answers import Matched
+from ratchet.rlhf.distributed.gpus import GPUs
 
 
 @dataclass
@@ -150,22 +151,39 @@ def driving(
 
 
 def check_start(
-    config: RunConfig, *, take_over: bool, accept_changes: bool, check: Callable[[Driver], None] = lambda driver: None
+    config: RunConfig,
+    *,
+    take_over: bool,
+    accept_changes: bool,
+    check: Callable[[Driver], None] = lambda driver: None,
+    gpus: GPUs | None = None,
 ) -> RunState:
     """Checks everything that `driving` refuses, without a claim; see `check_run`. `check` may reject the driver."""
-    driver, state = _checked(config, take_over, accept_changes, check)
+    driver, state = _checked(config, take_over, accept_changes, check, gpus)
     if state.slot < 0:
         driver.store.objects.delete_empty_folders()  # left by the check of the store
     return state
 
 
 def _checked(
-    config: RunConfig, take_over: bool, accept_changes: bool, check: Callable[[Driver], None]
+    config: RunConfig,
+    take_over: bool,
+    accept_changes: bool,
+    check: Callable[[Driver], None],
+    gpus: GPUs | None = None,
 ) -> tuple[Driver, RunState]:
     store = RunStore.at(run_url(config.run.store, config.run.name))
     driver = Driver(config, store)
     check_open = partial(check, driver)
-    state = check_run(config, store, driver.outside, check_open, take_over=take_over, accept_changes=accept_changes)
+    state = check_run(
+        config,
+        store,
+        driver.outside,
+        check_open,
+        take_over=take_over,
+        accept_changes=accept_changes,
+        gpus=gpus,
+    )
     return driver, state
 
 

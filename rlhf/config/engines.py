@@ -74,6 +74,26 @@ class TrainEngineConfig(EngineConfig):
         """True if each process has the whole model and computes whole sequences, so that it can generate with it."""
         return False
 
+    @property
+    def matrix_split(self) -> int:
+        """Number of processes that split each matrix."""
+        return 1
+
+    @property
+    def token_split(self) -> int:
+        """Number of processes that split each sequence."""
+        return 1
+
+    @property
+    def layer_split(self) -> int:
+        """Number of groups of processes that split the layers."""
+        return 1
+
+    @property
+    def gathers_layers(self) -> bool:
+        """True if the weights of a layer are gathered when it computes."""
+        return False
+
     def frozen_share(self, ranks: int) -> float:
         """Returns the share of a frozen model's weights that each of `ranks` devices holds."""
         return 1.0
@@ -101,6 +121,10 @@ class _SplitsSequences(TrainEngineConfig):
     @property
     def teams(self) -> dict[str, int]:
         return {"sequence_parallel": self.sequence_parallel}
+
+    @property
+    def token_split(self) -> int:
+        return self.sequence_parallel
 
 
 class TorchConfig(_SplitsSequences):
@@ -161,14 +185,27 @@ class FSDPConfig(_SplitsSequences):
     def keeps_state_on_host(self) -> bool:
         return self.offload
 
+    @property
+    def matrix_split(self) -> int:
+        return self.tensor_parallel
+
+    @property
+    def gathers_layers(self) -> bool:
+        return True
+
+    def _share(self, ranks: int) -> float:
+        """Returns the share of the state that each of `ranks` devices holds."""
+        return 1 / min(self.shard_size or ranks, ranks)
+
     def frozen_share(self, ranks: int) -> float:
-        return 0.0 if self.offload else 1 / ranks
+        return 0.0 if self.offload else self._share(ranks)
 
     def gradient_share(self, ranks: int) -> float:
-        return 1 / ranks
+        return 0.0 if self.offload else self._share(ranks)
 
     def held(self, weights: int, learned: int, moments: float, width: int, ranks: int) -> tuple[float, float]:
-        return (0, 0) if self.offload else (4 * weights / ranks, moments / ranks)
+        share = self._share(ranks)
+        return (0, 0) if self.offload else (4 * weights * share, moments * share)
 
 
 class DeepSpeedConfig(_SplitsSequences):
@@ -197,6 +234,10 @@ class DeepSpeedConfig(_SplitsSequences):
     @property
     def moves_state(self) -> bool:
         return self.zero_stage < 3
+
+    @property
+    def gathers_layers(self) -> bool:
+        return self.zero_stage == 3
 
     @property
     def keeps_state_on_host(self) -> bool:
@@ -249,6 +290,18 @@ class MegatronConfig(TrainEngineConfig):
             sizes = {key: getattr(self, key) for key in keys if getattr(self, key) > 1}
             products[" x ".join(sizes)] = math.prod(sizes.values())
         return products
+
+    @property
+    def matrix_split(self) -> int:
+        return self.tensor_parallel
+
+    @property
+    def token_split(self) -> int:
+        return self.context_parallel
+
+    @property
+    def layer_split(self) -> int:
+        return self.pipeline_parallel
 
     @property
     def _split_over(self) -> int:

@@ -690,6 +690,10 @@ class LRScheduleConfig(Section):
         return self
 
 
+STEPS = 4
+"""Optimizer steps of a pass over an iteration, if `mini_batch_trajectories` is null."""
+
+
 class UpdateConfig(Section):
     """The optimizer steps of an update."""
 

@@ -38,17 +38,17 @@ def resident(config: RunConfig, parameters: Mapping[str, int], ranks: int, *, id
         if trainer.offload_when_idle and not idle:
             continue
         if facts.head == "reward":
-            held["weights of the reward model"] = count * _width(model)
+            held["weights of the reward model"] = count * width(model)
         elif not facts.computes:
             held[f"weights of the {role} (host memory)"] = 4 * count
         elif not facts.learns:
             if not facts.shares_actor(config):
                 share = trainer.engine.frozen_share(ranks)
-                held[f"weights of the {role}"] = share * count * _width(model)
+                held[f"weights of the {role}"] = share * count * width(model)
         else:
             learned = 0 if model.lora is not None else count  # adapters do not count
             moments = 4 * len(trainer.optimizer.state) * learned
-            held_weights, state = trainer.engine.held(count, learned, moments, _width(model), ranks)
+            held_weights, state = trainer.engine.held(count, learned, moments, width(model), ranks)
             held |= {f"weights of the {role}": held_weights, f"optimizer state of the {role}": state}
     return {what: size for what, size in held.items() if size}
 
@@ -67,7 +67,8 @@ def gradients(config: RunConfig, parameters: Mapping[str, int], ranks: int) -> d
     return held
 
 
-def _width(model: ModelConfig) -> int:
+def width(model: ModelConfig) -> int:
+    """Returns the bytes of an element in the type of a model's computation."""
     return 2 if model.dtype == "bfloat16" else 4
 
 

@@ -8,23 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 
-from ratchet.rlhf.distributed import accelerator, ranks
+from ratchet.rlhf.distributed import accelerator, gpus, ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GIB = 2**30
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-}
-"""Dense bfloat16 FLOPs per second, by a part of the GPU's name; the first match counts."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +71,8 @@ def utilization(flops: float, seconds: float) -> float | None:
     name = accelerator.name()
     if name is None or not flops:
         return None
-    peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-    return None if peak is None else flops / seconds / peak / ranks.count()
+    gpu = gpus.of_device(name)
+    return None if gpu is None else flops / seconds / gpu.bf16_flops / ranks.count()
 
 
 def memory() -> dict[str, float]:

@@ -22,6 +22,7 @@ from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config.engines import FSDPConfig, TorchConfig
 from ratchet.rlhf.models import segments
+from ratchet.rlhf.models.activation_memory import Computation, DecoderSizes
 from ratchet.rlhf.models.skeleton import without_memory
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.fsdp_engine import FSDPEngine
@@ -109,13 +110,15 @@ def _ledger(model: str, rank: int, count: int, layers: int | None, varlen: bool,
         segments.has_kernel = lambda dim, on, dtype: dtype == torch.bfloat16  # type: ignore[assignment]
     held = torch.accelerator.memory_allocated
     config = config_of(model, layers)
-    rows = max(4, count)
+    rows = options.pop("rows", max(4, count))
     batch = trajectories(rows)
+    budget = options.pop("micro_batch_tokens", BUDGET)
+    options = {"dtype": "bfloat16", "gradient_checkpointing": None, **options}
     plan = OptimizerPlan(
         lr=1e-6,
         optimizer=AdamW(),
         grad_clip=1.0,
-        micro_batch_tokens=BUDGET,
+        micro_batch_tokens=budget,
         mini_batches=(tuple(range(rows)),),
         temperature=1.0,
     )
@@ -125,14 +128,14 @@ def _ledger(model: str, rank: int, count: int, layers: int | None, varlen: bool,
         ledger = Ledger(sum(parameter.numel() for parameter in built.parameters()))
         engine: Any
         if options.pop("engine", "fsdp") == "torch":
-            engine = TorchEngine(built, "policy", dtype="bfloat16", gradient_checkpointing=None, **options)
+            engine = TorchEngine(built, "policy", **options)
         else:
-            engine = FSDPEngine(built, "policy", dtype="bfloat16", gradient_checkpointing=None, **options)
+            engine = FSDPEngine(built, "policy", **options)
             engine._give_memory()
-        with noted(ledger, "log-probs"):
-            engine.infer(batch, ("log_probs", "entropy"), temperature=1.0, micro_batch_tokens=BUDGET)
         engine.update(batch, OBJECTIVE, plan)
         ledger.trained = held()
+        with noted(ledger, "log-probs"):
+            engine.infer(batch, ("log_probs", "entropy"), temperature=1.0, micro_batch_tokens=budget)
         take_step = engine._step
 
         def stepped(plan: OptimizerPlan) -> float:
@@ -158,7 +161,7 @@ def _ledger(model: str, rank: int, count: int, layers: int | None, varlen: bool,
 
 
 GIB = 2**30
-LAYOUTS = [
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("0.5 B", 1, {"engine": "torch"}),
     ("7 B", 8, {}),
     ("7 B", 8, {"shard_size": 4}),
@@ -173,15 +176,60 @@ LAYOUTS = [
 def test_a_rank_holds_what_the_formulas_say(model: str, count: int, options: dict[str, Any]) -> None:
     """`infra` decides by these formulas whether a run fits its GPUs. Layers are alike, so a few say what all would."""
     ledger = ledger_of(model, count - 1, count, layers=4, **options)
-    n = ledger.parameters
-    config: Any = TorchConfig() if options.get("engine") == "torch" else FSDPConfig(**options)
-    shards = options.get("shard_size", count)
-    weights, state = config.held(n, n, 8 * n, 2, shards)
+    expected = estimate(model, count, 4, ledger.parameters, **options)
     # small parameters and biases do not divide evenly
-    assert ledger.trained == pytest.approx(weights + state, rel=0.05)
-    gradients = 4 * n * config.gradient_share(shards)
+    assert ledger.trained == pytest.approx(expected["held"], rel=0.05)
     # the micro-batch's last tensors are still there
-    assert ledger.before_step - ledger.trained == pytest.approx(gradients, rel=0.1, abs=0.1 * GIB)
+    assert ledger.before_step - ledger.trained == pytest.approx(expected["gradients"], rel=0.1, abs=0.1 * GIB)
+
+
+PEAKS: list[tuple[str, int, dict[str, Any]]] = [
+    *LAYOUTS,
+    *(("0.5 B", 1, {"engine": "torch", "gradient_checkpointing": kind}) for kind in (False, True)),
+    *(("7 B", 1, {"engine": "torch", "dtype": "float32", "gradient_checkpointing": kind}) for kind in (None, False)),
+    *(("235 B", 1, {"engine": "torch", "gradient_checkpointing": kind}) for kind in (None, False, True)),
+    ("7 B", 8, {"rows": 128, "micro_batch_tokens": 16384}),
+    ("7 B", 8, {"rows": 128, "micro_batch_tokens": 16384, "gradient_checkpointing": True}),
+    ("7 B", 8, {"dtype": "float32", "gradient_checkpointing": False}),
+    ("7 B", 8, {"reshard_after_forward": False}),
+    ("7 B", 8, {"reshard_after_forward": False, "rows": 64}),
+    ("70 B", 64, {"tensor_parallel": 8}),
+]
+
+
+@pytest.mark.parametrize(("model", "count", "options"), PEAKS, ids=str)
+def test_phases_take_what_the_formulas_say(model: str, count: int, options: dict[str, Any]) -> None:
+    """The largest sum of state, gradients, gathered weights and activations."""
+    ledger = ledger_of(model, count - 1, count, layers=4, **options)
+    expected = estimate(model, count, 4, ledger.parameters, **options)
+    for phase in ("log-probs", "update", "weights"):
+        assert ledger.phases[phase].peak == pytest.approx(expected[phase], rel=0.1), phase
+
+
+def estimate(model: str, count: int, layers: int | None, parameters: int, **options: Any) -> dict[str, float]:
+    """Returns the bytes that a rank holds between updates, of gradients, and at most in each phase."""
+    rows, budget = options.pop("rows", max(4, count)), options.pop("micro_batch_tokens", BUDGET)
+    width = 4 if options.pop("dtype", "bfloat16") == "float32" else 2
+    checkpointing = options.pop("gradient_checkpointing", None)
+    config: Any = TorchConfig() if options.pop("engine", "fsdp") == "torch" else FSDPConfig(**options)
+    sizes = DecoderSizes.of(config_of(model, layers), is_policy=True)
+    assert sizes is not None
+    shards = options.get("shard_size", count) // config.matrix_split
+    kind = "selective" if checkpointing is None else checkpointing
+    engine = Computation(sizes, config, width, kind, shards=shards)
+    held = sum(config.held(parameters, parameters, 8 * parameters, width, count))
+    gradients = 4 * parameters * config.gradient_share(count)
+    longest = PROMPT + RESPONSE - 1
+    rows_each, together = -(-rows * config.matrix_split // count), budget // longest
+    update = engine.update(min(rows_each, together) * longest, gradients, several=rows_each > together)
+    log_probs = engine.log_probs(min(rows_each, together) * longest)
+    return {
+        "held": held,
+        "gradients": gradients,
+        "log-probs": held + sum(log_probs.values()),
+        "update": held + sum(update.values()),
+        "weights": held + engine.whole_tensor(),
+    }
 
 
 @pytest.mark.parametrize(("model", "count", "options"), LAYOUTS, ids=str)

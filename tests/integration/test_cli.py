@@ -179,7 +179,7 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(
         f"run cli in file://{tmp_path}/runs: new, 2 iterations",
         "23.6 thousand parameters in float32, fsdp in pool gpus (4 workers); weights 23.6 kB, optimizer state 47.2 kB",
         "4 prompts x 2 = 8 trajectories in 2 shards, each of at most 200 + 8 tokens: 1.66 thousand tokens at most",
-        "plus activations in each process of pool gpus",
+        "  memory    of each process of pool gpus, about:\n",
         "kB every iteration",
     ):
         assert said in out
@@ -190,6 +190,22 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(
         2,
         "error: model.path /nowhere does not exist: name a model folder, or a model on the hub (owner/name)\n",
     )
+
+
+def test_a_dry_run_asks_for_no_gpu(ratchet: Ratchet, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # others may have a Ray on this machine
+    pools = ("pools={gpus: {workers: 4, gpus_per_worker: 1}}", "actor.engine=fsdp")
+    code, out, err = ratchet("train", config_file, "--dry-run", *pools, "--gpu", "h100x4")
+    assert code == 0, err
+    assert "  memory    of each process of pool gpus, which has 84.9 GB, about:\n" in out
+    for options, mistake in (
+        (("--dry-run", *pools, "--gpu", "h100x2"), "pools ask for 4 GPUs, but --gpu h100x2 has 2: name more, or lower"),
+        (("--dry-run", "--gpu", "v100"), "--gpu v100 is unknown: name one of a10, a100-40gb"),
+        (("--gpu", "h100"), "--gpu only compares a dry run with other GPUs: add --dry-run, or remove it"),
+    ):
+        code, _, err = ratchet("train", config_file, *options)
+        assert code == 2
+        assert err.startswith(f"error: {mistake}")
 
 
 def test_a_name_is_what_was_typed(ratchet: Ratchet, config_file: Path, tmp_path: Path) -> None:

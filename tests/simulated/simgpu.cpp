@@ -513,6 +513,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
   m.impl("_grouped_mm", &grouped_mm);
+  // elsewhere PyTorch composes it of seven operations, each with a tensor of its own
+  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&compute>());
   m.impl("record_stream", [](at::Tensor&, at::Stream) {});
 }
 

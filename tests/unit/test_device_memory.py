@@ -43,6 +43,11 @@ def grpo(**changes: Any) -> RunConfig:
             8,
             {"weights of the actor": 4 / 8, "optimizer state of the actor": 1, "weights of the reference": 2 / 8},
         ),
+        (
+            {"pools": {"gpus": {"workers": 8}}, "actor__engine": "fsdp", "actor__engine__shard_size": 2},
+            8,
+            {"weights of the actor": 4 / 2, "optimizer state of the actor": 4, "weights of the reference": 2 / 2},
+        ),
         ({"actor__engine": "fsdp", "actor__engine__offload": True}, 8, {}),
         (
             {"actor__engine": "deepspeed", "actor__engine__zero_stage": 2},

@@ -5,19 +5,28 @@ from __future__ import annotations
 from ratchet.infra.execution.preflight.mistakes import refuse
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.distributed import accelerator
+from ratchet.rlhf.distributed.gpus import GPUs
+from ratchet.rlhf.errors import counted
 
 
-def check_devices(config: RunConfig) -> None:
-    """Raises `UserError` if this machine lacks the GPUs of a run's pools, or of its vLLM."""
-    gpus = accelerator.count()
-    refuse(_missing_gpus(config, gpus) if config.pools else _missing_to_vllm(config, gpus))
+def check_devices(config: RunConfig, named: GPUs | None = None) -> None:
+    """Raises `UserError` if this machine, or `named` instead, lacks the GPUs of a run's pools, or of its vLLM."""
+    gpus = accelerator.count() if named is None else named.count
+    where = "this machine" if named is None else f"--gpu {named}"
+    if not config.pools:
+        refuse(_missing_to_vllm(config, gpus, where))
+    elif named is None:
+        refuse(_missing_gpus(config, gpus))
+    else:
+        asked = sum(pool.workers * pool.gpus_per_worker for pool in config.pools.values())
+        refuse([f"pools ask for {asked:g} GPUs, but {where} has {gpus}: name more, or lower workers"] * (asked > gpus))
 
 
-def _missing_to_vllm(config: RunConfig, gpus: int) -> list[str]:
+def _missing_to_vllm(config: RunConfig, gpus: int, where: str) -> list[str]:
     devices = config.rollout.engine.devices
     if devices <= max(gpus, 1):
         return []
-    has = f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "this machine has no GPU"
+    has = f"{where} has {counted(gpus, 'GPU') if gpus else 'no GPU'}"
     fix = "remove it" if gpus < 2 else f"lower it to {gpus} or less"
     return [f"rollout.engine.tensor_parallel is {devices}, but {has}: {fix}"]
 

@@ -15,6 +15,7 @@ from ratchet.infra.store.records import Claim, RunState
 from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.config import RunConfig, differences, stored_config, yaml_text
 from ratchet.rlhf.config.roles import ROLES
+from ratchet.rlhf.distributed.gpus import GPUs
 from ratchet.rlhf.errors import UserError, counted
 
 
@@ -26,6 +27,7 @@ def check_run(
     *,
     take_over: bool,
     accept_changes: bool,
+    gpus: GPUs | None = None,
 ) -> RunState:
     """Checks everything that may be wrong on the user's side. Writes nothing, and loads no model.
 
@@ -33,6 +35,7 @@ def check_run(
         check: checks the committed stages of the open iteration.
         take_over: another driver may be alive.
         accept_changes: the run may continue with other data, another reward or another algorithm.
+        gpus: the GPUs of the run; None: this machine's.
 
     Returns:
         The run's state; its slot is -1 if the run does not exist.
@@ -41,7 +44,7 @@ def check_run(
         UserError: the config, the store or the inputs are wrong, or do not fit the run.
         Fenced: another driver is alive.
     """
-    check_all(partial(check_inputs, config), partial(check_devices, config))
+    check_all(partial(check_inputs, config), partial(check_devices, config, gpus))
     state = begin(store, config, take_over)
     mistakes = [
         f"the {role}'s model is not the one that run {config.run.name} started with (model.path {config.model.path}, "
