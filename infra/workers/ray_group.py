@@ -49,6 +49,8 @@ TYPED = 0.001
 """The amount of a GPU type's resource that asks Ray for a machine with that type: Ray gives each machine 1 of it."""
 UNANIMOUS = (Worker.has_weights, Worker.is_saved, Worker.connect, Worker.is_connected, Worker.receive_weights)
 """Methods that return a true value only if all ranks do."""
+BESIDE = (Worker.drop,)
+"""Methods that are answered while the process generates."""
 OPERATIONAL = {"train", "checkpoint", "validation", "tracking"}
 """Sections of the config that loaded models do not depend on."""
 
