@@ -59,7 +59,7 @@ class Speeds:
     write: float = 0.002
     """Making a trajectory's row."""
     journal: float = 0.5e-6
-    """Writing a token to a journal."""
+    """Writing a token to a journal, or reading it."""
     restart: float = 120.0
     """New processes in the place of lost ones, until they hold the weights."""
     request: float = 0.03
@@ -128,6 +128,10 @@ class Engine:
         self._ends: dict[Generated, tuple[float, int]] = {}
         """For each running trajectory, what `_drawn` will be when it is complete, and its tokens."""
         self._next: list[tuple[float, Generated]] = []
+        self.tokens = 0.0
+        """Drawn for all trajectories."""
+        self.busy = 0.0
+        """Share of the tokens that it could have drawn until it was given its last trajectory."""
 
     @property
     def _speed(self) -> float:
@@ -137,6 +141,7 @@ class Engine:
         self.go_on()
         self._ends[name] = self._drawn + tokens - done, tokens
         heapq.heappush(self._next, (self._drawn + tokens - done, name))
+        self.busy = self.tokens / (self.speeds.tokens_per_s * max(self.time.now, 1.0))
 
     def cancel(self, name: Generated) -> None:
         self.go_on()
@@ -156,12 +161,16 @@ class Engine:
     def go_on(self) -> None:
         """Draws tokens until now."""
         while (seconds := self.seconds_to_next()) is not None and self._at + seconds <= self.time.now + 1e-9:
+            self._draw(seconds)
             self._drawn, name = heapq.heappop(self._next)
-            self._at += seconds
             del self._ends[name]
             self.complete.append(name)
-        self._drawn += max(self.time.now - self._at, 0.0) * self._speed
-        self._at = max(self.time.now, self._at)
+        self._draw(max(self.time.now - self._at, 0.0))
+
+    def _draw(self, seconds: float) -> None:
+        self._drawn += seconds * self._speed
+        self.tokens += seconds * self._speed * len(self._ends)
+        self._at += seconds
 
 
 @dataclass
@@ -175,7 +184,7 @@ class Open:
 
 
 class Process:
-    """What `RayWorker` and its `Worker` are to the driver: two queues of calls, each of which answers one at a time."""
+    """What `RayWorker` and its `Worker` are to the driver: queues of calls, each of which answers one at a time."""
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.cluster, self.time, self.number = cluster, cluster.time, number
@@ -183,16 +192,20 @@ class Process:
         self.open: dict[ShardKey, Open] = {}
         self.has_ended = False
         self.unanswered: set[Future[Any]] = set()
+        self._journal: tuple[tuple[ShardRef, ...], dict[str, int]] = ((), {})
         self._changed = Condition(self.time)
         self._changes = 0
-        self._queues = {name: Queue[tuple[Callable[[], Any], Future[Any]] | None](self.time) for name in ("do", "beside")}
+        self._queues = {
+            name: Queue[tuple[Callable[[], Any], Future[Any]] | None](self.time)
+            for name in {"do": None, **dict.fromkeys(BESIDE.values())}
+        }
         for queue in self._queues.values():
             self.time.start(partial(self._serve, queue))
 
     def submit(self, method: Callable[..., T], *arguments: Any) -> Future[T]:
         answer = Future[T](self.time)
         self.unanswered.add(answer)
-        queue = self._queues["beside" if method in BESIDE else "do"]
+        queue = self._queues[BESIDE.get(method, "do")]
         queue.put((lambda: getattr(self, method.__name__)(*arguments), answer))
         return answer
 
@@ -224,11 +237,20 @@ class Process:
             names = [f"{stage}-{iteration}-{shard}-{place}" for place in range(len(tokens))]
             prompts = tuple(tuple(names[first : first + work.n]) for first in range(0, len(names), work.n))
             self.time.sleep(self.cluster.speeds.begin * len(prompts))
-            journaled: dict[str, int] = {}
-            for part in request.call.journal:
-                journaled |= self.cluster.journals[part.key]
+            journaled = self._journaled(request.call.journal)
             self.open[request.key] = Open(prompts, dict(zip(names, tokens, strict=True)), journaled)
         return self.open[request.key].prompts
+
+    def _journaled(self, parts: tuple[ShardRef, ...]) -> dict[str, int]:
+        """Returns the tokens of trajectories in a journal; as in `CallInputs`, the last one is kept."""
+        if self._journal[0] != parts:
+            journaled: dict[str, int] = {}
+            for part in parts:
+                self.cluster.store.objects.get_if_there(part.key)
+                journaled |= self.cluster.journals[part.key]
+            self.time.sleep(self.cluster.speeds.journal * sum(journaled.values()))
+            self._journal = parts, journaled
+        return self._journal[1]
 
     def generate(
         self, weights: Weights, submitted: Sequence[tuple[ShardKey, Sequence[str]]], wait_s: float
@@ -247,13 +269,17 @@ class Process:
             if self.engine.complete or self.time.now >= deadline:
                 generated, self.engine.complete = self.engine.complete, []
                 return [(key, name) for key, name in generated if key in self.open]
-            waits = min(self.engine.seconds_to_next() or wait_s, deadline - self.time.now)
-            with self._changed:
-                changes = self._changes
-                self._changed.wait_for(lambda: self._changes != changes, waits)
+            self._rest(min(self.engine.seconds_to_next() or wait_s, deadline - self.time.now))
+
+    def _rest(self, seconds: float) -> None:
+        """Waits so long, or until trajectories are cancelled and the others get faster."""
+        with self._changed:
+            changes = self._changes
+            self._changed.wait_for(lambda: self._changes != changes, seconds)
 
     def take(self, key: ShardKey, names: Sequence[str]) -> Sequence[str]:
         assert set(names) <= self.open[key].started
+        self._close(key)
         self.time.sleep(self.cluster.speeds.take * len(names))
         return names
 
@@ -332,6 +358,8 @@ class Iteration:
     most_requests_per_s: int
     left_open: int
     """Shards that replicas still hold."""
+    least_busy: float
+    """Of all replicas, the smallest share of the tokens that it could have drawn until its last trajectory began."""
 
     @property
     def ratio(self) -> float:
@@ -418,6 +446,7 @@ class Cluster:
             requests=Counter(self.bucket.requests),
             most_requests_per_s=max(self.bucket.by_second.values()),
             left_open=sum(len(process.open) for process in self._processes),
+            least_busy=min(process.engine.busy for process in self._processes),
         )
         return iteration, manifest
 

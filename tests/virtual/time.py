@@ -1,7 +1,8 @@
 """Virtual time for threaded code: threads, locks and queues whose clock jumps to the next event.
 
-The threads are greenlets: one runs at a time, until it waits, and the next one is that which could go on first. When all wait, the clock jumps to the earliest deadline. So a run with the same inputs takes the same course, and
-hours of waiting take no time. A wait that nothing can end is an error at once.
+The threads are greenlets: one runs at a time, until it waits, and the next one is that which could go on first. When
+all wait, the clock jumps to the earliest deadline. So a run with the same inputs takes the same course, and waiting
+takes no time. A wait that nothing can end is an error at once.
 """
 
 from __future__ import annotations
