@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Generic
@@ -12,7 +13,7 @@ from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.replicas import Complete, Prompt, Replicas, Reports
 from ratchet.infra.store.records import Journal, Weights
 from ratchet.infra.store.run_store import JOURNAL
-from ratchet.infra.workers.calls import C, ComputedShard, RowsCall, S, ShardKey
+from ratchet.infra.workers.calls import C, ComputedShard, Pending, RowsCall, S, ShardKey
 from ratchet.infra.workers.rollouts import Generated
 from ratchet.infra.workers.worker import WAIT_S, Worker
 from ratchet.infra.workers.worker_groups import Replica
@@ -28,6 +29,7 @@ class GenerationRunner(Generic[C, S]):
         self.requests: dict[ShardKey, RowsCall[C, S]] = {}
         self._reports: Reports = SimpleQueue()
         self._journaled = time.monotonic()
+        self._has_journaled = False
 
     def __enter__(self) -> GenerationRunner[C, S]:
         return self
@@ -50,34 +52,36 @@ class GenerationRunner(Generic[C, S]):
 
     def open(self, request: RowsCall[C, S]) -> None:
         assert request.call.weights is not None, "the rollout has weights"
+        if self._has_journaled:  # the newest journal has only shards that were opened before
+            request = replace(request, call=replace(request.call, journal=()))
         self.requests[request.key] = request
         begin = partial(_begin, request)
         self.replicas.open(request.key, request.call.weights, begin, self._reports)
 
-    def next_complete(self) -> Iterator[tuple[int, ComputedShard[S]]]:
-        """Waits until a replica reports; yields the shards that are complete and written, but not committed."""
-        complete = self._reports.get()
-        if isinstance(complete, BaseException):
-            raise complete
-        if complete is None:
-            return
-        yield complete.key[2], self._written(complete)
+    def next_complete(self) -> dict[int, ComputedShard[S]]:
+        """Waits until a replica reports; returns the shards that are complete and written, but not committed."""
+        reports = [self._reports.get()]
+        while not self._reports.empty():
+            reports.append(self._reports.get())
+        for report in reports:
+            if isinstance(report, BaseException):
+                raise report
+        # all are asked before waiting for any, so that the replicas write at the same time
+        writing = {report.key[2]: self._write(report) for report in reports if isinstance(report, Complete)}
+        return {shard: rows.result() for shard, rows in writing.items()}
 
-    def _written(self, complete: Complete) -> ComputedShard[S]:
-        """Lets the replica that has most of a shard's trajectories write it."""
+    def _write(self, complete: Complete) -> Pending[ComputedShard[S]]:
+        """Lets the replica that has most of a shard's trajectories write it, and the others hand it theirs."""
         key, names = complete.key, complete.names
-        writer = max(names, key=lambda replica: len(names[replica]))
+        most = max(map(len, names.values()))
+        writers = [replica for replica in names if len(names[replica]) == most]
+        writer = writers[key[2] % len(writers)]  # otherwise a few replicas would write nearly all shards
         others = [
             self.replicas[number].handed(Worker.take, key, tuple(ids))
             for number, ids in names.items()
             if number != writer
         ]
-        rows = self.replicas[writer].call(Worker.finish, self.requests.pop(key), others)
-        # submitted to all before waiting for any, so that the replicas work at the same time
-        dropping = [self.replicas[number].submit(Worker.drop, (key,)) for number in names.keys() - {writer}]
-        for dropped in dropping:
-            dropped.result()
-        return rows
+        return self.replicas[writer].submit(Worker.finish, self.requests.pop(key), others)
 
     def journal(self) -> None:
         """Commits the tokens of the open shards so far, if `rollout.journal_s` has passed."""
@@ -89,16 +93,17 @@ class GenerationRunner(Generic[C, S]):
         if self.driver.config.rollout.engine.in_batches or self.driver.config.rollout.journal_s is None:
             return  # a batch starts again as a whole
         store = self.driver.store
-        numbers = [store.begin_attempt(self.iteration, JOURNAL) for _ in self.replicas]
+        first = store.begin_attempt(self.iteration, JOURNAL) * len(self.replicas)
         pending = [
             replica.submit(Worker.journal, self.iteration, self.stage, number)
-            for number, replica in zip(numbers, self.replicas, strict=True)
+            for number, replica in enumerate(self.replicas, first)
         ]
         parts = tuple(part for answer in pending if (part := answer.result()) is not None)
         if parts:
             store.replace_journal(
                 Journal(iteration=self.iteration, stage=self.stage, term=self.driver.term, parts=parts)
             )
+            self._has_journaled = True
         self._journaled = time.monotonic()
 
 

@@ -52,17 +52,17 @@ def run_rows(
     computed = _generated(job, done, until) if stage.begin is not None else _computed(job, done)
     uncommitted: list[ShardCommit] = []
     report(StageProgress(iteration=iteration, stage=stage.name, done=len(done), total=total))
-    for shard in computed:
-        done[shard.shard] = shard
+    for shards in computed:
+        done |= {shard.shard: shard for shard in shards}
         if until is None and len(done) == total:
-            # the last shard is committed with the stage, below
-            uncommitted = [shard]
+            # the last shards are committed with the stage, below
+            uncommitted = shards
             break
-        store.commit(shard)
+        store.commit(*shards)
         if until is None:
             handle.show({number: done[number].data for number in done})
         report(StageProgress(iteration=iteration, stage=stage.name, done=len(done), total=total))
-    shards = [done[number] for number in range(total if until is None else until.count(done))]
+    counted = [done[number] for number in range(total if until is None else until.count(done))]
 
     manifest = Manifest(
         iteration=iteration,
@@ -72,13 +72,13 @@ def run_rows(
         fingerprint=fingerprint_of(driver, stage, iteration, inputs),
         config=stage.config.values(driver.config),
         columns=("trajectory_id", *(column.name for column in stage.writes)),
-        shards=tuple(shard.data for shard in shards),
-        metrics=stage.metrics_of([shard.outputs for shard in shards]),
-        seconds=sum(shard.seconds for shard in shards),
+        shards=tuple(shard.data for shard in counted),
+        metrics=stage.metrics_of([shard.outputs for shard in counted]),
+        seconds=sum(shard.seconds for shard in counted),
         began=began,
         ended=now(),
     )
-    last = stage.summary.model_validate(shards[-1].outputs)
+    last = stage.summary.model_validate(counted[-1].outputs)
     commit = StageCommit(
         iteration=iteration,
         stage=stage.name,
@@ -94,7 +94,7 @@ def run_rows(
     if stage.begin is not None and driver.config.rollout.agent is not None:
         store.delete_calls(iteration, stage.name)
     # what dynamic sampling drew and does not need
-    store.objects.delete([*beyond, *(shard.data.key for number, shard in done.items() if number >= len(shards))])
+    store.objects.delete([*beyond, *(shard.data.key for number, shard in done.items() if number >= len(counted))])
     report(StageProgress(iteration=iteration, stage=stage.name, done=total, total=total, metrics=manifest.metrics))
     for text in told(store, driver.config, manifest):
         note(text)
@@ -170,16 +170,18 @@ class ShardJob(Generic[C, S]):
         )
 
 
-def _computed(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[ShardCommit]:
+def _computed(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[list[ShardCommit]]:
     """Computes the shards that are not in `done`, as their inputs are committed."""
     while len(done) < job.total:
-        yield from job.compute(job.next_shards(done))
+        for shard in job.compute(job.next_shards(done)):
+            yield [shard]
 
 
 def _generated(
     job: ShardJob[C, S], done: Mapping[int, ShardCommit], until: DynamicSampling[C, S] | None
-) -> Iterator[ShardCommit]:
-    """Generates the shards that are not in `done` concurrently; they complete in any order."""
+) -> Iterator[list[ShardCommit]]:
+    """Generates the shards that are not in `done` concurrently; they complete in any order. Yields those that are
+    complete at the same time together."""
     driver, stage = job.driver, job.stage
     _check_journal(driver, stage, job.iteration)
     _adopt_calls(driver, stage, job.iteration)
@@ -198,9 +200,10 @@ def _generated(
                 job.handle.no_more_to_begin()
             if not generation.requests:
                 return
-            for shard, rows in generation.next_complete():
+            if complete := generation.next_complete():
                 ended = time.perf_counter()
-                yield job.commit(shard, rows, ended - began)
+                seconds = (ended - began) / len(complete)
+                yield [job.commit(shard, rows, seconds) for shard, rows in complete.items()]
                 began = ended
             generation.journal()
             in_flight = generation.in_flight

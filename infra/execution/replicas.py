@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ Generate = Callable[[Replica, Weights, Sequence[Prompt]], Sequence[Generated]]
 class Complete:
     key: ShardKey
     names: dict[int, list[str]]
-    """Trajectory ids by replica."""
+    """For each replica on which the shard is open, the ids of the trajectories that it has completed."""
 
 
 Reports = SimpleQueue[Complete | BaseException | None]
@@ -61,6 +61,8 @@ class Feed:
         self._changed = threading.Condition()
         self._queue: deque[Prompt] = deque()
         self._shards: dict[ShardKey, _OpenShard] = {}
+        self._listening: Counter[Reports] = Counter()
+        """Number of open shards of each stage."""
         self._in_flight = [0] * replica_count
         self._has_ended = False
 
@@ -94,6 +96,7 @@ class Feed:
                 reports.put(Complete(key, {0: []}))
                 return
             self._shards[key] = _OpenShard(begin, reports, {name for names in prompts for name in names})
+            self._listening[reports] += 1
             self._queue += ((key, names) for names in prompts)
             self._changed.notify_all()
 
@@ -143,22 +146,29 @@ class Feed:
                 self._in_flight[replica] -= 1
                 shard.left.discard(name)
                 if not shard.left:
-                    names: dict[int, list[str]] = defaultdict(list)
+                    names: dict[int, list[str]] = {number: [] for number in sorted(shard.opened_on)}
                     for finished, number in shard.replica_of.items():
                         names[number].append(finished)
-                    del self._shards[key]
-                    shard.reports.put(Complete(key, dict(names)))
-            for reports in {id(shard.reports): shard.reports for shard in self._shards.values()}.values():
+                    self._forget(key)
+                    shard.reports.put(Complete(key, names))
+            for reports in self._listening:
                 reports.put(None)
 
     def drop(self, keys: Iterable[ShardKey]) -> None:
         """Forgets shards."""
         with self._changed:
-            dropped = {key: shard for key in keys if (shard := self._shards.pop(key, None)) is not None}
+            dropped = {key: self._forget(key) for key in keys if key in self._shards}
             self._queue = deque(prompt for prompt in self._queue if prompt[0] not in dropped)
             for shard in dropped.values():
                 for name in shard.left & shard.replica_of.keys():
                     self._in_flight[shard.replica_of[name]] -= 1
+
+    def _forget(self, key: ShardKey) -> _OpenShard:
+        shard = self._shards.pop(key)
+        self._listening[shard.reports] -= 1
+        if not self._listening[shard.reports]:
+            del self._listening[shard.reports]
+        return shard
 
     def fail(self, error: BaseException) -> None:
         """Reports a replica's error to all stages, and ends."""
@@ -194,6 +204,9 @@ class Replicas:
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas)
+
+    def __len__(self) -> int:
+        return len(self._replicas)
 
     def __getitem__(self, number: int) -> Replica:
         return self._replicas[number]

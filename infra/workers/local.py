@@ -36,7 +36,10 @@ class LocalGroup:
     def submit(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Runs the method now, since there is no other process to run it; the future is complete."""
         future: Future[R] = Future()
-        future.set_result(self.call(method, *args, **kwargs))
+        try:
+            future.set_result(self.call(method, *args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
         return future
 
     handed = submit

@@ -115,7 +115,8 @@ class Rollouts:
             elif environments is None or environments.replayable:
                 for name in by_id.keys() & journal.rows.keys():
                     by_id[name].restore(journal.rows[name])
-            self._shards[request.key] = OpenShard(context, start, by_id)
+            with self._changing:
+                self._shards[request.key] = OpenShard(context, start, by_id)
         dialogues = self._shards[request.key].start.dialogues
         by_prompt = groupby(dialogues, key=lambda dialogue: dialogue.request.prompt_ids)
         return tuple(tuple(dialogue.request.trajectory_id for dialogue in group) for _, group in by_prompt)
@@ -175,8 +176,9 @@ class Rollouts:
         return [dialogue.journaled() for dialogue in copies if dialogue.ids and dialogue.error is None]
 
     def take(self, key: ShardKey, names: Sequence[str]) -> list[Dialogue]:
-        """Hands complete trajectories to the worker that writes their shard."""
+        """Closes a shard that another worker writes; hands it the trajectories that were completed here."""
         complete = self._shards[key].complete
+        self.drop([key])
         return [complete[name] for name in names]
 
     def finish(self, key: ShardKey, others: Sequence[Dialogue]) -> Context[Any]:

@@ -226,7 +226,8 @@ class Worker:
             self.engines.rollout()
 
     def take(self, key: ShardKey, names: Sequence[str]) -> list[Dialogue]:
-        """Returns complete trajectories of a shard, for the worker that writes the shard."""
+        """Closes a complete shard, and returns the trajectories that were completed here, for the worker that writes
+        the shard."""
         return self.rollouts.take(key, names)
 
     def finish(self, request: RowsCall[C, S], others: Sequence[Pending[list[Dialogue]]] = ()) -> ComputedShard[S]:

@@ -712,6 +712,8 @@ class Feeding(Machine):
         for report in reports:
             writers = [(name, number) for number, names in report.names.items() for name in names]
             assert sorted(writers) == sorted(expected[report.key].items()), "each trajectory has one writer"
+            opened = {0} | {replica for key, replica in self.opened if key == report.key}
+            assert report.names.keys() == opened, "a replica keeps it open"
             self.forget(report.key)
 
     @rule(number=st.integers(0, 5), is_generating=st.booleans())
