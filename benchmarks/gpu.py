@@ -4,14 +4,14 @@
     python benchmarks/gpu.py --only sync train     # some of its steps
     python benchmarks/gpu.py --minutes 15          # the first ones
 
-In this order: does it run; are the trainer's log-probs those of vLLM; tokens/s and the share of peak FLOPs; memory beside
-the formula; seconds of a weight sync; kill and resume; the demo's learning curve beside the CPU's; then what is left.
+In this order: does it run; are the trainer's log-probs those of vLLM; tokens/s and the share of peak FLOPs; memory
+beside the formula; seconds of a weight sync; kill and resume; the demo's learning curve beside the CPU's; the rest.
 
 Each step is a process with a time limit of its own, at which it ends with all that it has started. What it prints is
 appended to gpu.md at once, and each of its figures to gpu.jsonl: a machine that is lost takes only the rest with it. A
-step that fails, is too slow or lacks a package says so, and the others still run. Exit code: 0 if no step failed, 1 if one
-did, 2 if nothing could be run (no GPU, or a package that every step needs is missing), so that a script never takes that
-for a measurement. `--tiny` has sizes that a simulated GPU computes (tests/simulated).
+step that fails, is too slow or lacks a package says so, and the others still run. Exit code: 0 if no step failed, 1 if
+one did, 2 if nothing could be run (no GPU, or a package that every step needs is missing), so that a script never takes
+that for a measurement. `--tiny` has sizes that a simulated GPU computes (tests/simulated).
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def run(step: Step, left_s: float, report: Path) -> Result:
     outcome, last = "ok", complaints[-1][:200] if complaints else f"exit code {code}"
     if code != 0:
         outcome = f"failed: {last}" if code is not None else f"too slow: ended after {seconds:.0f} s"
-    said = "\n".join(["", "```", *complaints, "```"]) if code != 0 and complaints else ""
-    _append(report, f"{fence}\n`{step.name}`: {outcome} ({seconds:.0f} s).\n{said}\n")
+    said = "\n".join(["\n```", *complaints, "```\n"]) if code != 0 and complaints else ""
+    _append(report, f"{fence}\n`{step.name}`: {outcome} ({seconds:.0f} s).\n{said}")
     return Result(step, outcome, seconds, is_good=code == 0)
 
 
@@ -240,7 +240,7 @@ def main() -> None:
     about = subprocess.check_output([sys.executable, "-c", program], env=environment(), text=True).strip()
     deadline = time.monotonic() + 60 * options.minutes
     now, results = f"{datetime.now(UTC):%Y-%m-%d %H:%M}", list[Result]()
-    _append(report, f"# {now} UTC\n\n{about}.\n")
+    _append(report, f"\n# {now} UTC\n\n{about}.\n")
     _append(figures, json.dumps({"machine": about, "at": now}) + "\n")
     for step in chosen:
         if options.only and step.name not in options.only:
@@ -251,7 +251,7 @@ def main() -> None:
         _append(figures, json.dumps(outcome) + "\n")
         print(f"{step.title}: {results[-1].outcome} ({results[-1].seconds:.0f} s)", file=sys.stderr, flush=True)
     text = summary(results)
-    _append(report, f"\n{text}\n\n")
+    _append(report, f"\n## All steps\n\n{text}\n")
     print(text)
     sys.exit(0 if all(result.is_good for result in results) else 1)
 

@@ -225,8 +225,8 @@ def step_train(tiny: bool, note: Notes) -> None:
         parts.prompt_file(root / "prompts.jsonl", parts.prompt_ids(512, 32))
         say(
             f"GRPO with a reference, Llama of {size}, bfloat16, {config.data.prompts_per_iteration} prompts x "
-            f"{config.rollout.n}, at most {config.rollout.max_response_tokens} tokens; vLLM beside the trainer. Its start "
-            f"counts in iteration 0; the driver's end and start in iteration {KILLED_IN}.\n"
+            f"{config.rollout.n}, at most {config.rollout.max_response_tokens} tokens; vLLM beside the trainer. Its "
+            f"start counts in iteration 0; the driver's end and start in iteration {KILLED_IN}.\n"
         )
         rows, closed_at = Rows(note), dict[int, float]()
 
@@ -283,7 +283,9 @@ def step_curve(tiny: bool, note: Notes) -> None:
             model = models.model_folder(root / "model", hidden=64, heads=2, key_value_heads=1)
         else:
             model = smollm2()
-        subprocess.run([sys.executable, str(SENTENCES / "sentences.py"), str(root)], check=True)
+        subprocess.run(
+            [sys.executable, str(SENTENCES / "sentences.py"), str(root)], check=True, stdout=subprocess.DEVNULL
+        )
         changes: dict[str, Any] = {
             "run.store": f"file://{root}/runs",
             "model.path": str(model),

@@ -1,7 +1,7 @@
 """Steps of `make gpu` that measure the engines without a run: `python benchmarks/gpu_steps.py STEP --json FILE`.
 
-Each prints Markdown, and appends what it measured to the file, a line of JSON each, as soon as it knows it. With `--tiny`
-it has sizes that a simulated GPU can compute.
+Each prints Markdown, and appends what it measured to the file, a line of JSON each, as soon as it knows it. With
+`--tiny` it has sizes that a simulated GPU can compute.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def seconds_of(compute: Callable[[], object]) -> float:
 
 
 def rollout_config(root: Path, prompt: int, response: int) -> RunConfig:
-    """Returns a config with vLLM as it generates by default on a GPU: prefixes are cached, scheduling is asynchronous."""
+    """Returns a config with vLLM as it is on a GPU by default: it caches prefixes, and schedules asynchronously."""
     from benchmarks import parts
 
     engine = {"type": "vllm", "gpu_memory_utilization": 0.4, "args": {"async_scheduling": True}}
@@ -210,7 +210,8 @@ def step_log_probs(tiny: bool, note: Notes) -> None:
         with closing(vllm_of(config)) as rollout:
             say(
                 f"{name}, bfloat16, {count} prompts of {prompt} tokens x 4, {response} tokens each; nats.\n",
-                "| vLLM generates | mean of abs. differences | largest | mean difference | KL (k3) |\n|---|---|---|---|---|",
+                "| vLLM generates | mean of absolute differences | largest | mean difference | KL (k3) |",
+                "|---|---|---|---|---|",
             )
             rollout.place(model=True, optimizer=True)
             answers = generated(rollout, prompts, 4, response, 0)

@@ -1,5 +1,5 @@
-"""Gives the simulated GPU to each Python process that starts with this folder in its path, apart from vLLM's: it generates
-on the CPU there."""
+"""Gives the simulated GPU to each Python process that starts with this folder in its path, apart from vLLM's, which only
+knows the CPU."""
 
 import sys
 
