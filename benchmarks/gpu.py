@@ -187,7 +187,7 @@ def machine() -> str:
 
     names = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "deepspeed", "megatron-core", "vllm")
     packages = [f"{name} {number}" if (number := _version(name)) else f"no {name}" for name in names]
-    cuda = f"CUDA {torch.version.cuda}, " if accelerator.is_cuda() else ""
+    cuda = f"CUDA {torch.version.cuda}, " if accelerator.has_cuda() else ""
     return (
         f"{accelerator.name()}, {accelerator.free_and_total()[1] / GIB:.0f} GiB, {cuda}{os.cpu_count()} CPUs, "
         f"Python {platform.python_version()}, {', '.join(packages)}"

@@ -414,7 +414,7 @@ def step_sync(tiny: bool, note: Notes) -> None:
     expected = {name: _checksum(tensor.to(torch.bfloat16)) for name, tensor in weights}
     say(f"{size / 1e9:.2f} GB in bfloat16, cast from float32{left_out}.\n")
     say("| through | first: s | again: s | GB/s | bytes sent / size of the model |\n|---|---|---|---|---|")
-    for name in ("memory of the device", "host memory") if accelerator.is_cuda() else ("host memory",):
+    for name in ("memory of the device", "host memory") if accelerator.has_cuda() else ("host memory",):
         process, other = started(_receiver)
         with closing(other):
             other.recv()

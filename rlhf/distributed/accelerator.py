@@ -27,7 +27,7 @@ def is_available() -> bool:
     return _type() != "cpu"
 
 
-def is_cuda() -> bool:
+def has_cuda() -> bool:
     """Returns True if there is a GPU of CUDA, or of ROCm, which takes its place: vLLM generates on those."""
     return _type() == "cuda"
 

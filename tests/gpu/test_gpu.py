@@ -35,12 +35,12 @@ from tests.contract.test_train_engines import (
 __all__ = ["batch", "critic_folder", "policy_folder"]
 
 pytestmark = pytest.mark.skipif(not accelerator.is_available(), reason="there is no GPU here")
-kernels = pytest.mark.skipif(not accelerator.is_cuda(), reason="there are no kernels of CUDA here")
+kernels = pytest.mark.skipif(not accelerator.has_cuda(), reason="there are no kernels of CUDA here")
 PACKAGES = {"zero": "deepspeed", "mega": "megatron.core"}
 """What an engine needs, by the start of its name."""
 LARGE = {"hidden": 1024, "layers": 8, "intermediate": 4096}
 """A model beside whose memory that of kernels and of the driver is little."""
-if not accelerator.is_cuda():  # a simulated GPU is slow, and has no such memory
+if not accelerator.has_cuda():  # a simulated GPU is slow, and has no such memory
     LARGE = {"hidden": 128, "layers": 2, "intermediate": 256}
 
 
@@ -53,7 +53,7 @@ def needs(engine: str) -> None:
     """Skip a test of an engine whose package is missing, or does not know this GPU."""
     if package := PACKAGES.get(engine[:4]):
         pytest.importorskip(package)
-        if not accelerator.is_cuda():
+        if not accelerator.has_cuda():
             pytest.skip(f"{package} does not know this GPU")
 
 

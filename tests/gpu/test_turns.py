@@ -13,7 +13,7 @@ from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.distributed.host_buffers import HostBuffers, release_memory
 
 pytestmark = pytest.mark.skipif(not accelerator.is_available(), reason="there is no GPU here")
-GIB = 2**30 if accelerator.is_cuda() else 2**24
+GIB = 2**30 if accelerator.has_cuda() else 2**24
 """A simulated GPU is slow, and needs no slack."""
 
 

@@ -1,5 +1,5 @@
-"""Gives the simulated GPU to each Python process that starts with this folder in its path, apart from vLLM's, which only
-knows the CPU."""
+"""Gives the simulated GPU to each Python process that starts with this folder in its path, except vLLM's, which
+knows the CPU only."""
 
 import sys
 
