@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -17,6 +18,7 @@ from tests.contract.test_simulated_gpu import compiles
 from tests.extras import needs
 from tests.simulated.device import library
 
+T = TypeVar("T")
 LIMIT_S = 1800.0
 """No step may be too slow on a busy machine."""
 HANGS = "import threading; threading.Event().wait()"
@@ -60,8 +62,8 @@ def test_a_step_that_is_killed_leaves_what_was_before_it(tmp_path: Path) -> None
     report, figures = tmp_path / "gpu.md", tmp_path / "gpu.jsonl"
     process = script("--tiny", "--output", str(report), "--only", "ledger", "train")
     whole = psutil.Process(process.pid)
-    step = until(process, lambda: started(whole, "train"))
-    until(process, lambda: [one for one in step.children() if "train" in one.cmdline()])
+    step = until(process, lambda: child_of(whole, "train"))
+    until(process, lambda: child_of(step, "train"))
     below = whole.children(recursive=True)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=LIMIT_S)
@@ -71,12 +73,12 @@ def test_a_step_that_is_killed_leaves_what_was_before_it(tmp_path: Path) -> None
     assert "`ledger`: ok" in report.read_text()
 
 
-def started(whole: psutil.Process, step: str) -> psutil.Process | None:
-    return next((one for one in whole.children() if step in one.cmdline()), None)
+def child_of(parent: psutil.Process, argument: str) -> psutil.Process | None:
+    return next((one for one in parent.children() if argument in one.cmdline()), None)
 
 
-def until(process: subprocess.Popen[str], true: Callable[[], object]) -> object:
-    while not (found := true()):
+def until(process: subprocess.Popen[str], true: Callable[[], T | None]) -> T:
+    while (found := true()) is None:
         assert process.poll() is None, process.communicate()
     return found
 
