@@ -99,10 +99,10 @@ def steps(tiny: bool, figures: Path) -> tuple[Step, ...]:
     )
     in_order = (
         Step("tests", "tests/gpu", 420, tuple(tests.split()), needs=("pytest",), is_markdown=False),
-        whole("start", "a short run", 120),
+        whole("start", "a short run", 180),
         own("log-probs", "log-probs of vLLM and of the trainer", 240, "vllm"),
         own("speed", "tokens per second", 300, "vllm"),
-        own("ledger", "memory beside the formula", 90),
+        own("ledger", "memory beside the formula", 120),
         own("memory", "memory for another process", 60),
         own("sync", "weight sync", 180),
         whole("train", "a run that is killed and resumed", 600, "vllm"),

@@ -7,10 +7,13 @@ Each prints Markdown, and appends what it measured to the file, a line of JSON e
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import multiprocessing
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 OBJECTIVE = ActorObjective(PPOClip(), None, "k3", 0.0, on_policy=False)
 VOCABULARY = {True: 512, False: 128256}
+SIGNAL_WHEN_THE_PARENT_DIES = 1
+"""PR_SET_PDEATHSIG of Linux's prctl."""
 LARGEST_GAP = 0.05
 """Nats by which log-probs in bfloat16 may differ, in the mean over tokens; two kernels of attention differ by 0.01."""
 
@@ -221,7 +226,7 @@ def step_log_probs(tiny: bool, note: Notes) -> None:
             gaps = [gap(note, "with the first weights", actor, *answers)]
             gaps.append(gap(note, "again, prompts cached", actor, *again))
             batch = answered(*answers)
-            actor.update(batch, OBJECTIVE, plan_of(batch, lr=1e-3))
+            actor.update(batch, OBJECTIVE, plan_of(batch, lr=3e-4))
             stale = gap(note, "before it has the updated weights", actor, *again)
             rollout.load_weights(actor.weights(rollout.dtype))
             rollout.place(model=True, optimizer=True)
@@ -579,6 +584,9 @@ def main(steps: dict[str, Callable[[bool, Notes], None]], about: str | None) -> 
     parser.add_argument("--tiny", action="store_true", help="sizes for a simulated GPU")
     parser.add_argument("--json", type=Path, help="file to which what is measured is appended")
     options = parser.parse_args()
+    # whoever kills the parent ends this step, and with it all that the step has started
+    ctypes.CDLL(None).prctl(SIGNAL_WHEN_THE_PARENT_DIES, signal.SIGTERM, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     steps[options.step](options.tiny, Notes(options.step, options.json))
 
 

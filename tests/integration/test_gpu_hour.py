@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+import pytest
 
 from benchmarks.gpu import MINUTES, ROOT, Step, run, steps, summary
 from tests.contract.test_simulated_gpu import compiles
@@ -57,7 +58,8 @@ def test_the_whole_hour(tmp_path: Path) -> None:
 
 @compiles
 @needs("vllm")
-def test_a_step_that_is_killed_leaves_what_was_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_step_that_is_killed_leaves_what_was_before_it(number: signal.Signals, tmp_path: Path) -> None:
     """And whoever stops the program stops all that it has started."""
     report, figures = tmp_path / "gpu.md", tmp_path / "gpu.jsonl"
     process = script("--tiny", "--output", str(report), "--only", "ledger", "train")
@@ -65,10 +67,10 @@ def test_a_step_that_is_killed_leaves_what_was_before_it(tmp_path: Path) -> None
     step = until(process, lambda: child_of(whole, "train"))
     until(process, lambda: child_of(step, "train"))
     below = whole.children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1
-    assert not psutil.wait_procs(below, timeout=30)[1]
+    process.send_signal(number)
+    process.wait(timeout=LIMIT_S)
+    assert process.returncode == (1 if number == signal.SIGTERM else -number)
+    assert not psutil.wait_procs(below, timeout=60)[1]
     assert [row["step"] for row in rows(figures) if row.get("outcome") == "ok"] == ["ledger"]
     assert "`ledger`: ok" in report.read_text()
 
