@@ -32,6 +32,7 @@ import yaml
 from benchmarks import parts
 from benchmarks.gpu_steps import GIB, Notes, main, say
 from ratchet.infra.runs.run import Run, open_run
+from ratchet.rlhf import child_processes
 from ratchet.rlhf.config import RunConfig, load_config, parse_config
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.metrics import timer
@@ -243,9 +244,10 @@ def step_train(tiny: bool, note: Notes) -> None:
             first.watch(is_in_the_middle)
             words = first.log.read_text(errors="replace")[-2000:]
             assert first.process.poll() is None, f"it ended before iteration {KILLED_IN}:\n{words}"
-            left = first.kill()
+            vllm = [process for process in first.kill() if _is_vllm(process)]
         killed_at = time.monotonic()
-        _, alive = psutil.wait_procs([process for process in left if _is_vllm(process)], timeout=60)
+        while (alive := child_processes.remaining(vllm)) and time.monotonic() < killed_at + 60:
+            time.sleep(0.1)
         with closing(Training(root, config)) as second:
             second.watch(never)
             second.check(iterations)

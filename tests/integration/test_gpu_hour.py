@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu import MINUTES, ROOT, Step, run, steps, summary
+from ratchet.rlhf import child_processes
 from tests.contract.test_simulated_gpu import compiles
 from tests.extras import needs
 from tests.simulated.device import library
@@ -70,7 +72,9 @@ def test_a_step_that_is_killed_leaves_what_was_before_it(number: signal.Signals,
     process.send_signal(number)
     process.wait(timeout=LIMIT_S)
     assert process.returncode == (1 if number == signal.SIGTERM else -number)
-    assert not psutil.wait_procs(below, timeout=60)[1]
+    deadline = time.monotonic() + 60
+    while left := child_processes.remaining(below):
+        assert time.monotonic() < deadline, child_processes.described(left)
     assert [row["step"] for row in rows(figures) if row.get("outcome") == "ok"] == ["ledger"]
     assert "`ledger`: ok" in report.read_text()
 
