@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,7 +81,11 @@ def test_a_step_that_is_killed_leaves_what_was_before_it(number: signal.Signals,
 
 
 def child_of(parent: psutil.Process, argument: str) -> psutil.Process | None:
-    return next((one for one in parent.children() if argument in one.cmdline()), None)
+    for one in parent.children():
+        with suppress(psutil.Error):  # it has just ended
+            if argument in one.cmdline():
+                return one
+    return None
 
 
 def until(process: subprocess.Popen[str], true: Callable[[], T | None]) -> T:
