@@ -67,8 +67,8 @@ def test_a_step_that_is_killed_leaves_what_was_before_it(number: signal.Signals,
     report, figures = tmp_path / "gpu.md", tmp_path / "gpu.jsonl"
     process = script("--tiny", "--output", str(report), "--only", "ledger", "train")
     whole = psutil.Process(process.pid)
-    step = until(process, lambda: child_of(whole, "train"))
-    until(process, lambda: child_of(step, "train"))
+    step = until(process, lambda: child_of(whole, f"{ROOT}/benchmarks/gpu_runs.py"))
+    until(process, lambda: child_of(step, "ratchet.flows.commands.app"))
     below = whole.children(recursive=True)
     process.send_signal(number)
     process.wait(timeout=LIMIT_S)
