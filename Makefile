@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo demo-countdown vllm sglang browser ceph test test-slow test-sglang torture check bench bench-vllm bench-trl gpu gpu-train docs clean
+.PHONY: demo demo-countdown vllm sglang browser ceph test test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -85,13 +85,8 @@ bench-trl: .venv/installed ## the comparison with TRL, which gets environments o
 	benchmarks/trl/environments.sh
 	OMP_NUM_THREADS=1 python benchmarks/trl/compare.py
 
-# with any Python that has PyTorch and transformers: nothing is installed
-gpu: PYTHON = python3
-gpu: ## what one GPU shows in ten minutes, in gpu.md
-	PYTHONPATH=$(CURDIR)/src:$(PYTHONPATH) $(PYTHON) benchmarks/gpu.py
-
-gpu-train: .venv/vllm ## a small GRPO run with vLLM on the same GPU, killed and resumed, in gpu-train.md
-	OMP_NUM_THREADS=1 python benchmarks/gpu_train.py
+gpu: .venv/vllm ## what one GPU shows in an hour, in gpu.md
+	python benchmarks/gpu.py
 
 docs: .venv/installed ## what is generated: configuration, algorithms, metrics
 	python -m ratchet.flows.reference

@@ -28,14 +28,12 @@ import multiprocessing
 import os
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ratchet.rlhf.distributed.gpus import GPU
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,6 +43,7 @@ SIZES: dict[str, dict[str, int]] = {
     "20m": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "heads": 6},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": 32},
     "4b": {"hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 28, "heads": 24},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "heads": 28},
 }
 CHECKPOINTING: dict[str, bool | str] = {"none": False, "selective": "selective", "full": True}
 
@@ -91,15 +90,15 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
     from ratchet.rlhf.algorithms.optimizers import AdamW
     from ratchet.rlhf.batch import TrajectoryBatch
     from ratchet.rlhf.config import ActorConfig, LoRAConfig
-    from ratchet.rlhf.distributed import ranks
+    from ratchet.rlhf.distributed import accelerator, ranks
     from ratchet.rlhf.models import lora, token_outputs
     from ratchet.rlhf.train.build import train_engine
     from ratchet.rlhf.train.engine import OptimizerPlan
 
     os.environ["LOCAL_RANK"] = str(rank)
-    on_gpu = torch.cuda.is_available()
+    on_gpu = accelerator.is_available()
     if on_gpu:
-        torch.cuda.set_device(rank)
+        torch.accelerator.set_device_index(rank)
     if count > 1:
         ranks.join(rank, count, f"file://{meeting}")
     if case.logits_bytes:
@@ -138,14 +137,16 @@ def update(pipe: Any, rank: int, count: int, meeting: str, case: Case, size: str
         seconds.append(time.perf_counter() - started)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if on_gpu:
-        peak = torch.cuda.max_memory_allocated() / 2**20
+        peak = accelerator.peaks()[0] / 2**20
     pipe.send((statistics.median(seconds[1:]), peak, parameters, tokens))
 
 
-def random_model(size: str, vocabulary: int) -> Any:
-    """Returns a Llama with random weights, in float32, on the GPU if there is one."""
+def random_model(size: str, vocabulary: int, device: Any = None) -> Any:
+    """Returns a Llama with random weights, in float32, on a device: the GPU if there is one."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ratchet.rlhf.distributed import accelerator
 
     torch.manual_seed(0)
     shape = dict(SIZES[size])
@@ -157,20 +158,21 @@ def random_model(size: str, vocabulary: int) -> Any:
         max_position_embeddings=4096,
         **shape,
     )
-    with torch.device("cuda" if gpus() else "cpu"):
+    with device or accelerator.device():
         return LlamaForCausalLM(config)
 
 
 def options_table(
-    size: str, kernels: list[str], checkpointing: list[str], packing: list[str], steps: int
-) -> list[dict[str, Any]]:
-    """Measures and prints all combinations, each with its own engine; returns the rows."""
-    import torch
+    size: str, kernels: list[str], checkpointing: list[str], packing: list[str], steps: int, file: Path | None
+) -> bool:
+    """Measures and prints all combinations, each with its own engine, and appends them to a file as lines of JSON;
+    returns True if none failed."""
+    from ratchet.rlhf.distributed import accelerator
 
-    device = torch.cuda.get_device_name() if gpus() else "CPU"
+    device = accelerator.name() or "CPU"
     print(f"{device}, {size}:\n")
     print("| kernels | checkpointing | packing | s | tokens/s | MFU | peak MB |\n|---|---|---|---|---|---|---|")
-    rows: list[dict[str, Any]] = []
+    is_good = True
     for chosen in itertools.product(kernels, checkpointing, packing):
         row: dict[str, Any] = dict(zip(("kernels", "checkpointing", "packing"), chosen, strict=True))
         row |= {"size": size, "device": device}
@@ -179,9 +181,11 @@ def options_table(
         except Exception as error:  # the other combinations still count
             row["error"] = (str(error).splitlines() or [type(error).__name__])[0]
         gc.collect()
-        if gpus():
-            torch.cuda.empty_cache()
-        rows.append(row)
+        accelerator.empty_cache(accelerator.device())
+        if file is not None:
+            with file.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+        is_good = is_good and "error" not in row
         figures = (
             row["error"] + " | | | |"
             if "error" in row
@@ -190,24 +194,25 @@ def options_table(
             + f" | {row['peak_mb']:,.0f} |"
         )
         print(f"| {' | '.join(chosen)} | {figures}", flush=True)
-    return rows
+    return is_good
 
 
 def measured_options(size: str, kernels: str, checkpointing: str, packing: str, steps: int) -> dict[str, Any]:
     """Measures updates of one combination; returns the figures by name."""
     import numpy as np
-    import torch
 
     from ratchet.rlhf.algorithms import PPOClip
     from ratchet.rlhf.algorithms.objectives import ActorObjective
     from ratchet.rlhf.algorithms.optimizers import AdamW
     from ratchet.rlhf.batch import TrajectoryBatch
     from ratchet.rlhf.config import ActorConfig
+    from ratchet.rlhf.distributed import accelerator
+    from ratchet.rlhf.train import performance
     from ratchet.rlhf.train.build import train_engine
     from ratchet.rlhf.train.engine import OptimizerPlan
 
-    on_gpu = gpus() > 0
-    vocabulary = 32768 if on_gpu else 512
+    on_gpu, is_short = accelerator.is_available(), size == "tiny" or not accelerator.is_available()
+    vocabulary = 512 if is_short else 32768
     trainer = ActorConfig(
         gradient_checkpointing=CHECKPOINTING[checkpointing], packing=packing == "on", share_prompts=packing == "on"
     )
@@ -215,7 +220,7 @@ def measured_options(size: str, kernels: str, checkpointing: str, packing: str, 
     model = random_model(size, vocabulary)
     engine = train_engine(trainer, model, "policy", dtype=dtype, kernels=kernels)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
-    rows, prompt, response = (16, 256, 1280) if on_gpu else (16, 16, 80)
+    rows, prompt, response = (16, 16, 80) if is_short else (16, 256, 1280)
     lengths = np.linspace(response / 5, response, rows).astype(int)
     batch = TrajectoryBatch.of(
         {
@@ -231,42 +236,28 @@ def measured_options(size: str, kernels: str, checkpointing: str, packing: str, 
         lr=1e-6,
         optimizer=AdamW(),
         grad_clip=1.0,
-        micro_batch_tokens=16384 if on_gpu else 1024,
+        micro_batch_tokens=1024 if is_short else 16384,
         mini_batches=(tuple(range(rows)),),
         temperature=1.0,
     )
     engine.update(batch, objective, plan)  # returns numbers, so the device has computed them
     if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+        accelerator.reset_peaks()
     seconds = []
     for _ in range(steps):
         started = time.perf_counter()
         engine.update(batch, objective, plan)
         seconds.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = accelerator.peaks()[0] if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     median = statistics.median(seconds)
-    flops = model_flops(SIZES[size], vocabulary, prompt, lengths)
-    gpu = device_kind()
+    flops = engine.update_flops(batch, plan)
     return {
         "seconds": median,
         "tokens_per_s": (rows * prompt + int(lengths.sum())) / median,
         "tflops": flops / median / 1e12,
-        "mfu": flops / median / gpu.bf16_flops if gpu else None,
+        "mfu": performance.utilization(flops, median),
         "peak_mb": peak / 2**20,
     }
-
-
-def model_flops(shape: dict[str, int], vocabulary: int, prompt: int, responses: Any) -> float:
-    """Returns the FLOPs of a step, without recomputation, on responses of these lengths to prompts of one length.
-
-    Two per weight and token forwards and four backwards, and in attention as much for each pair of tokens that see each
-    other and each element of queries (scores) and values. The head computes response tokens only.
-    """
-    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    weights = layers * (4 * hidden**2 + 3 * hidden * shape["intermediate_size"])
-    lengths = (prompt + responses - 1).astype(float)
-    pairs = (lengths * (lengths + 1) / 2).sum()
-    return float(6 * (weights * lengths.sum() + vocabulary * hidden * responses.sum() + 2 * layers * hidden * pairs))
 
 
 def measured(case: Case, count: int, size: str, repeats: int) -> tuple[float, float, int, int]:
@@ -315,18 +306,16 @@ def main() -> None:
     for name, values in (("kernels", "torch"), ("checkpointing", "none"), ("packing", "on")):
         parser.add_argument(f"--{name}", help=f"values to combine, with commas between them; default {values}")
     parser.add_argument("--steps", type=int, default=3, help="measured updates of each combination")
-    parser.add_argument("--json", type=Path, help="file for the rows of the combinations")
+    parser.add_argument("--json", type=Path, help="file to which the combinations are appended, a line each")
     options = parser.parse_args()
     if options.kernels or options.checkpointing or options.packing:
         lists = (options.kernels or "torch", options.checkpointing or "none", options.packing or "on")
         kernels, checkpointing, packing = (values.split(",") for values in lists)
-        rows = options_table(options.size, kernels, checkpointing, packing, options.steps)
-        if options.json is not None:
-            options.json.write_text(json.dumps(rows, indent=1))
-        return
-    gpu = device_kind()
+        sys.exit(not options_table(options.size, kernels, checkpointing, packing, options.steps, options.json))
+    from ratchet.rlhf.distributed import accelerator
+
     if options.only != "options":
-        counts = [1, 2] if gpus() != 1 else [1]
+        counts = [1, 2] if accelerator.count() != 1 else [1]
         titles = {1: " 1 process: s | MB | tokens/s |", 2: " 2 processes: s | MB each | tokens/s |"}
         print("| engine |" + "".join(titles[count] for count in counts))
         print("|---|" + "---|" * 3 * len(counts))
@@ -335,8 +324,6 @@ def main() -> None:
             for count in counts:
                 seconds, mb, parameters, tokens = measured(case, count, options.size, options.repeats)
                 row += f" {seconds:.2f} | {mb:,.0f} | {tokens / seconds:,.0f} |"
-                if gpu is not None:
-                    row += f" MFU {6 * parameters * tokens / seconds / count / gpu.bf16_flops:.1%} |"
             print(f"| {case.name} |{row}", flush=True)
         print(f"{parameters / 1e6:.1f} M parameters")
     if options.only != "engines":
@@ -346,21 +333,6 @@ def main() -> None:
             print(f"| {case.name} | {seconds:.2f} | {mb:,.0f} | {tokens / seconds:,.0f} |", flush=True)
     if options.ray:
         print(f"a call on Ray: {ray_call():.1f} ms")
-
-
-def device_kind() -> GPU | None:
-    """Returns the kind of this machine's GPU; None if it has none, or an unknown one."""
-    import torch
-
-    from ratchet.rlhf.distributed.gpus import of_device
-
-    return of_device(torch.cuda.get_device_name()) if gpus() else None
-
-
-def gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from ratchet.infra.store.manifest import Manifest
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.config import RunConfig, parse_config
 from ratchet.rlhf.config.engines import VLLMConfig
+from ratchet.rlhf.distributed import accelerator
 from ratchet.tasks.pipeline import dependencies
 from ratchet.tasks.restore import ensure_weights
 from ratchet.tasks.shard_runner import run_rows
@@ -74,7 +75,7 @@ def run_config(root: Path, name: str, prompts: int, data: dict[str, Any], rollou
     return parse_config(
         {
             "run": {"name": name, "store": f"file://{root}/runs"},
-            "model": {"path": str(root / "model"), "dtype": "bfloat16" if on_gpu() else "float32"},
+            "model": {"path": str(root / "model"), "dtype": "bfloat16" if accelerator.is_available() else "float32"},
             "data": {"train": [str(root / "prompts.jsonl")], "prompts_per_iteration": prompts, **data},
             "rollout": rollout,
             "reward": {"function": "length"},
@@ -85,12 +86,6 @@ def run_config(root: Path, name: str, prompts: int, data: dict[str, Any], rollou
         },
         "benchmark",
     )
-
-
-def on_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 @contextmanager

@@ -23,12 +23,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 
-from benchmarks.parts import SIZES, VOCABULARY, model_folder, on_gpu
+from benchmarks.parts import SIZES, VOCABULARY, model_folder
 from ratchet.rlhf.algorithms import PPOClip
 from ratchet.rlhf.algorithms.objectives import ActorObjective
 from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ActorConfig, ModelConfig
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.train.build import train_engine
 from ratchet.rlhf.train.engine import OptimizerPlan
@@ -76,11 +77,10 @@ def seconds_of(engine: ModelEngine, batch: TrajectoryBatch) -> tuple[float, floa
         mini_batches=(tuple(range(len(batch))),),
         temperature=1.0,
     )
-    clock = time.perf_counter if on_gpu() else time.process_time
+    clock = time.perf_counter if accelerator.is_available() else time.process_time
     started = clock()
     metrics = engine.update(batch, OBJECTIVE, plan)
-    if on_gpu():
-        torch.cuda.synchronize()
+    accelerator.synchronize(engine.device)
     return clock() - started, metrics["actor/grad_norm"]
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="5M", help="number of parameters of the model")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dtype = "bfloat16" if on_gpu() else "float32"
+    dtype = "bfloat16" if accelerator.is_available() else "float32"
     engines: dict[bool, ModelEngine] = {}
     with tempfile.TemporaryDirectory() as folder:
         model_folder(Path(folder), options.size)
@@ -110,7 +110,9 @@ def main() -> None:
                     spent, norms[share] = seconds_of(engine, batch)
                     if repeat:
                         seconds[share].append(spent)
-            assert abs(norms[True] / norms[False] - 1) < (1e-1 if on_gpu() else 1e-3), "not the same gradient"
+            assert abs(norms[True] / norms[False] - 1) < (1e-1 if dtype == "bfloat16" else 1e-3), (
+                "not the same gradient"
+            )
             whole, shared = (operations(engines[True], batch, prompt_tokens, n, share=share) for share in (False, True))
             before, after = median(seconds[False]), median(seconds[True])
             figures = f"{before:.2f} | {after:.2f} | **{after / before:.2f}** | {shared / whole:.2f}"

@@ -172,7 +172,7 @@ def _generate_with_vllm() -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         _model().save_pretrained(folder)
-        on_gpu = accelerator.is_available()
+        on_gpu = accelerator.has_cuda()
         engine = VLLMRollout(
             folder,
             eos_token_ids=(0,),

@@ -27,6 +27,11 @@ def is_available() -> bool:
     return _type() != "cpu"
 
 
+def has_cuda() -> bool:
+    """Returns True if there is a GPU of CUDA, or of ROCm, which takes its place: vLLM generates on those."""
+    return _type() == "cuda"
+
+
 def device() -> torch.device:
     """Returns the current GPU, or the CPU if there is none. This process then uses the GPU, and must not fork."""
     import torch
@@ -96,11 +101,26 @@ def free_and_total() -> tuple[int, int]:
     return torch.accelerator.get_memory_info()
 
 
+def allocated() -> int:
+    """Returns the bytes of tensors in the GPU's memory."""
+    import torch
+
+    return torch.accelerator.memory_allocated()
+
+
 def peaks() -> tuple[int, int]:
-    """Returns the peaks of tensors' memory, and of what torch reserved for them, since the process began; in bytes."""
+    """Returns the peaks of tensors' memory, and of what torch reserved for them, since the process began or
+    `reset_peaks`; in bytes."""
     import torch
 
     return torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved()
+
+
+def reset_peaks() -> None:
+    """Makes `peaks` start from what is allocated now."""
+    import torch
+
+    torch.accelerator.reset_peak_memory_stats()
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:

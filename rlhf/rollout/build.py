@@ -57,7 +57,7 @@ def vllm_rollout(
     from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 
     rollout, model = config.rollout, config.model
-    on_gpu = accelerator.is_available()
+    on_gpu = accelerator.has_cuda()
     return VLLMRollout(
         model_folder(model).resolve(),
         eos_token_ids=eos_token_ids(generation_config(model), tokenizer),

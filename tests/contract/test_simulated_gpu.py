@@ -73,10 +73,17 @@ def test_whole_runs_that_are_killed_and_resumed() -> None:
     run("tests/integration/test_train.py", "-k", "not a_replay_that_differs")  # which is an error on a CPU only
 
 
+@compiles
+@pytest.mark.slow
+def test_what_runs_on_a_gpu_where_there_is_one() -> None:
+    run("tests/gpu")
+
+
 def test_one_module_names_cuda() -> None:
     """Another accelerator, and the simulated one, would not be seen elsewhere."""
     only = ROOT / "rlhf/distributed/accelerator.py"
-    sources = [path for folder in ("flows", "tasks", "rlhf", "infra") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("flows", "tasks", "rlhf", "infra", "benchmarks", "tests/gpu")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert only in sources
     for path in sources:
         if path != only:

@@ -15,6 +15,7 @@ import torch
 
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.models.segments import Segments
 from ratchet.rlhf.train.torch_engine import TorchEngine
@@ -33,7 +34,14 @@ from tests.contract.test_train_engines import (
 
 __all__ = ["batch", "critic_folder", "policy_folder"]
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+pytestmark = pytest.mark.skipif(not accelerator.is_available(), reason="there is no GPU here")
+kernels = pytest.mark.skipif(not accelerator.has_cuda(), reason="there are no kernels of CUDA here")
+PACKAGES = {"zero": "deepspeed", "mega": "megatron.core"}
+"""What an engine needs, by the start of its name."""
+LARGE = {"hidden": 1024, "layers": 8, "intermediate": 4096}
+"""A model beside whose memory that of kernels and of the driver is little."""
+if not accelerator.has_cuda():  # a simulated GPU is slow, and has no such memory
+    LARGE = {"hidden": 128, "layers": 2, "intermediate": 256}
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +50,17 @@ def exact() -> None:
 
 
 def needs(engine: str) -> None:
-    """Skip a test of an engine whose package is missing."""
-    if engine.startswith("zero"):
-        pytest.importorskip("deepspeed")
+    """Skip a test of an engine whose package is missing, or does not know this GPU."""
+    if package := PACKAGES.get(engine[:4]):
+        pytest.importorskip(package)
+        if not accelerator.has_cuda():
+            pytest.skip(f"{package} does not know this GPU")
 
 
 def in_use() -> int:
     """Bytes of the GPU that no other process can have: also those that PyTorch keeps without using them."""
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
+    torch.accelerator.synchronize()
+    free, total = accelerator.free_and_total()
     return total - free
 
 
@@ -67,7 +77,7 @@ def test_a_gpu_computes_what_a_cpu_computes(
     needs(engine)
     kind = kind_of(engine, head, policy_folder, critic_folder)  # type: ignore[arg-type]
     on_gpu = kind.build()
-    assert next(iter(on_gpu.parameters.values())).device.type == "cuda"  # type: ignore[attr-defined]
+    assert next(iter(on_gpu.parameters.values())).device.type != "cpu"  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
         patch.setattr("ratchet.rlhf.distributed.accelerator.device", lambda: torch.device("cpu"))
         on_cpu = ENGINES["torch"](kind.folder, kind.head)
@@ -78,6 +88,7 @@ def test_a_gpu_computes_what_a_cpu_computes(
     assert_same_update(on_gpu, on_cpu)
 
 
+@kernels
 @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
 def test_packing_with_attention_that_skips_what_lies_between(
     attention: str,
@@ -95,26 +106,28 @@ def test_packing_with_attention_that_skips_what_lies_between(
     packed.update(batch, kind.objective, replace(PLAN, mini_batches=(ALL,)))
 
 
+@kernels
 def test_the_kernel_for_pieces_of_any_length() -> None:
     """Against the loop that takes its place on a CPU, in float32: the kernel's bfloat16 has 8 bits."""
     prompts, responses, prompt_of = np.array([5, 70]), np.array([3, 0, 90, 1]), np.array([0, 0, 1, 1])
-    whole = Segments.of_sequences(np.array([5, 1, 163]))
+    whole, device = Segments.of_sequences(np.array([5, 1, 163])), accelerator.device()
     for segments in (Segments.of(prompts, responses, prompt_of), whole):
         torch.manual_seed(0)
         shape = [(4, 64), (2, 64), (2, 64)]
-        inputs = [torch.randn(169, *heads, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in shape]
+        inputs = [torch.randn(169, *heads, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in shape]
         exact = [heads.detach().cpu().float().requires_grad_() for heads in inputs]
         (q, k, v), (exact_q, exact_k, exact_v) = inputs, exact
-        found = segments.to(torch.device("cuda")).attend(q, k, v, None)
+        found = segments.to(device).attend(q, k, v, None)
         expected = segments.attend(exact_q, exact_k, exact_v, None)
         weights = torch.randn(expected.shape)
         torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=0.03)
-        gradients = torch.autograd.grad((found.float() * weights.cuda()).sum(), inputs)
+        gradients = torch.autograd.grad((found.float() * weights.to(device)).sum(), inputs)
         for gradient, right in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
             error = (gradient.cpu().float() - right).norm() / right.norm()
             assert error < 0.02
 
 
+@kernels
 @pytest.mark.parametrize("options", [{}, {"share_prompts": False}])
 def test_packing_by_default_computes_what_padding_does(
     options: dict[str, bool], policy_folder: Path, batch: TrajectoryBatch
@@ -139,20 +152,20 @@ def test_what_gives_way_frees_its_memory(
 ) -> None:
     """For another process; and it has the same bits when it is back."""
     needs(engine)
-    large = tiny.model_folder(tmp_path, hidden=1024, layers=8, intermediate=4096)
+    large = tiny.model_folder(tmp_path, **LARGE)
     kind = kind_of(engine, "policy", large, large)
     loads_kernels = kind.build()
     loads_kernels.update(batch, kind.objective, PLAN)
     loads_kernels.digest()
     del loads_kernels
     gc.collect()
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     before = in_use()
 
     built = kind.build()
     built.update(batch, kind.objective, PLAN)
     digest = built.digest()
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     taken = in_use() - before
     built.place(model=True, optimizer=False)
     assert in_use() - before < 0.6 * taken, "weights stay, two moments go"
@@ -171,9 +184,9 @@ def test_colocated_models_take_less_where_idle_ones_are_offloaded(tmp_path: Path
     from ratchet.infra.workers.worker import Worker
 
     tiny.workspace(tmp_path)
-    tiny.model_folder(tmp_path / "model", hidden=1024, layers=8, intermediate=4096)
+    tiny.model_folder(tmp_path / "model", **LARGE)
     gc.collect()  # memory that earlier tests left to this process would hide what is taken
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     most = {}
     for offload in (False, True):
         config = tiny.config(tmp_path, actor__offload_when_idle=offload, critic__offload_when_idle=offload)
@@ -188,5 +201,5 @@ def test_colocated_models_take_less_where_idle_ones_are_offloaded(tmp_path: Path
         worker.close()
         del worker
         gc.collect()
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
     assert most[True] < 0.5 * most[False], "three models, one at a time"

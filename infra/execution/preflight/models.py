@@ -100,7 +100,7 @@ def _check_heads_of_vllm(config: RunConfig) -> None:
     """Refuses a model whose attention heads have a size that vLLM cannot compute without a GPU."""
 
     pool = config.pool_of("rollout")
-    has_gpu = accelerator.is_available() if pool is None else config.pools[pool].gpus_per_worker > 0
+    has_gpu = accelerator.has_cuda() if pool is None else config.pools[pool].gpus_per_worker > 0
     if not isinstance(config.rollout.engine, VLLMConfig) or has_gpu or not is_installed("vllm"):
         return
     decoder = text_config(config.model)
