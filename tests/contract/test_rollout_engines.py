@@ -466,7 +466,8 @@ def test_a_stop_text_ends_a_response_and_stays_in_it(kind: Kind, engine: Rollout
             lambda sampling: engine.generate(asked, sampling), (endless, replace(endless, stop=(stop, "never")))
         )
     for found, expected in zip([*plain, *beside], [*whole, *stopped], strict=True):
-        kind.assert_agree(found, expected)
+        if kind is not ENGINES["vllm-ngram"]:  # drafts are drawn anew when requests join at other times
+            kind.assert_agree(found, expected)
     for before, after, text in zip(whole, stopped, texts, strict=True):
         length = text.find(stop) + 2 if stop in text else len(text)
         kind.assert_agree(after, replace(cut(before, length), finish_reason="stop" if stop in text else "length"))
