@@ -51,9 +51,9 @@ class GenerationRunner(Generic[C, S]):
         return self.replicas.feed.in_flight
 
     def open(self, request: RowsCall[C, S]) -> None:
-        assert request.call.weights is not None, "the rollout has weights"
         if self._has_journaled:  # the newest journal has only shards that were opened before
             request = replace(request, call=replace(request.call, journal=()))
+        assert request.call.weights is not None, "the rollout has weights"
         self.requests[request.key] = request
         begin = partial(_begin, request)
         self.replicas.open(request.key, request.call.weights, begin, self._reports)
