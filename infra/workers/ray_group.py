@@ -49,12 +49,9 @@ TYPED = 0.001
 """The amount of a GPU type's resource that asks Ray for a machine with that type: Ray gives each machine 1 of it."""
 UNANIMOUS = (Worker.has_weights, Worker.is_saved, Worker.connect, Worker.is_connected, Worker.receive_weights)
 """Methods that return a true value only if all ranks do."""
-BESIDE: Mapping[Callable[..., Any], str] = {
-    **dict.fromkeys((Worker.begin, Worker.take, Worker.journal, Worker.drop), "open shards"),
-    Worker.finish: "complete shards",
-}
-"""Methods that a process runs beside the others, while it generates, with the name of their thread. A thread takes the
-calls in order. `finish` waits for `take` in other processes, so it has a thread that nothing else waits for."""
+BESIDE = (Worker.take, Worker.drop)
+"""Methods that a process runs in a thread beside the others, while it generates: they look up and forget shards. All
+else stays in one thread, so that users' code need not expect another."""
 OPERATIONAL = {"train", "checkpoint", "validation", "tracking"}
 """Sections of the config that loaded models do not depend on."""
 
@@ -71,7 +68,6 @@ class RayWorker:
 
         # the driver's number, because results on CPUs depend on it
         torch.set_num_threads(threads)
-        self.threads = threads
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each process only its own devices
         self.config, self.identity = config, identity
         self.rank, self.ranks = 0, 0
@@ -398,9 +394,7 @@ class RayGroup:
                 f"{_amounts(available, pool.accelerator_type)}, some of it in use: "
                 "ask for less, or add resources to the cluster"
             )
-        remote = ray.remote(concurrency_groups={"health": 1, **dict.fromkeys(BESIDE.values(), 1)})(
-            _with_health(RayWorker)
-        )
+        remote = ray.remote(concurrency_groups={"health": 1, "beside": 1})(_with_health(RayWorker))
         actors = [
             remote.options(
                 num_cpus=pool.cpus_per_worker,
@@ -493,8 +487,8 @@ def _counted(count: float, one: str) -> str:
 def _asked(actor: Any, term: int, call: partial[Any]) -> Any:
     if call.func is Worker.is_saved:  # answered while the process computes
         return actor.is_saved.remote(*call.args)
-    if (thread := BESIDE.get(call.func)) is not None:
-        return actor.beside.options(concurrency_group=thread).remote(term, call)
+    if call.func in BESIDE:
+        return actor.beside.remote(term, call)
     return actor.do.remote(term, call)
 
 
@@ -511,10 +505,8 @@ def _with_health(cls: type[RayWorker]) -> type[RayWorker]:
         def is_saved(self, role: str) -> tuple[bool, bool]:
             return True, self.worker.is_saved(role)
 
+        @ray.method(concurrency_group="beside")  # type: ignore[untyped-decorator]
         def beside(self, term: int, call: partial[Any]) -> tuple[bool, Any]:
-            import torch
-
-            torch.set_num_threads(self.threads)  # of this thread
             return super().do(term, call)  # type: ignore[no-any-return]
 
         @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]

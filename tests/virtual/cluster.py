@@ -196,8 +196,7 @@ class Process:
         self._changed = Condition(self.time)
         self._changes = 0
         self._queues = {
-            name: Queue[tuple[Callable[[], Any], Future[Any]] | None](self.time)
-            for name in {"do": None, **dict.fromkeys(BESIDE.values())}
+            name: Queue[tuple[Callable[[], Any], Future[Any]] | None](self.time) for name in ("do", "beside")
         }
         for queue in self._queues.values():
             self.time.start(partial(self._serve, queue))
@@ -205,7 +204,7 @@ class Process:
     def submit(self, method: Callable[..., T], *arguments: Any) -> Future[T]:
         answer = Future[T](self.time)
         self.unanswered.add(answer)
-        queue = self._queues[BESIDE.get(method, "do")]
+        queue = self._queues["beside" if method in BESIDE else "do"]
         queue.put((lambda: getattr(self, method.__name__)(*arguments), answer))
         return answer
 
