@@ -320,9 +320,10 @@ def test_a_pool_that_does_not_fit_is_refused(runs: Runs) -> None:
 
 
 @needs("vllm")
-def test_two_workers_that_share_an_engine_want_one_machine(runs: Runs) -> None:
+def test_two_workers_that_share_an_engine_want_one_machine(runs: Runs, tmp_path: Path) -> None:
     """There are two CPUs, but on two machines."""
-    vllm = {"rollout__engine": {"type": "vllm", "tensor_parallel": 2}}
+    model = tiny.model_folder(tmp_path / "model", hidden=64, heads=2, key_value_heads=2)
+    vllm = {"model__path": str(model), "rollout__engine": {"type": "vllm", "tensor_parallel": 2}}
     straddles = runs.train(runs.config("straddles", pools={"train": {"workers": 2}}, **vllm))
     assert straddles.wait() == 2, straddles.text
     assert "asks for 1 x 2 CPUs, each on one machine (2 workers share" in straddles.text
