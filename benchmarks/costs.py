@@ -10,6 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+from ratchet.rlhf.distributed.gpus import KNOWN
+
 FLOAT32, BFLOAT16 = 4, 2
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -133,8 +135,8 @@ class Hardware:
 
 
 HARDWARE = {
-    "H100": Hardware("H100", 989e12, 80e9, 3.35e12),
-    "H200": Hardware("H200", 989e12, 141e9, 4.8e12),
+    "H100": Hardware("H100", KNOWN["h100"].bf16_flops, 80e9, 3.35e12),
+    "H200": Hardware("H200", KNOWN["h200"].bf16_flops, 141e9, 4.8e12),
 }
 
 

@@ -293,7 +293,9 @@ def step_speed(tiny: bool, note: Notes) -> None:
 
 
 def step_ledger(tiny: bool, note: Notes) -> None:
-    """Compares the memory of an actor with the formula by which a start decides whether a run fits."""
+    """Compares the memory of an actor with the formulas of a dry run."""
+    from ratchet.rlhf.config.engines import TorchConfig
+    from ratchet.rlhf.models.activation_memory import Computation, DecoderSizes
     from ratchet.rlhf.rollout.device_memory import gradients, resident
 
     config = RunConfig.model_validate(
@@ -308,7 +310,15 @@ def step_ledger(tiny: bool, note: Notes) -> None:
     counts = {"actor": sum(parameter.numel() for parameter in actor.parameters.values())}
     held, grown = resident(config, counts, 1, idle=True), sum(gradients(config, counts, 1).values())
     formula = sum(held.values())
-    actor.update(batch, OBJECTIVE, plan_of(batch))
+    sizes = DecoderSizes.of(actor.model.config, is_policy=True)
+    assert sizes is not None
+    computation, plan = Computation(sizes, TorchConfig(), width=2), plan_of(batch)
+    all_tokens = int(batch.lengths("prompt_ids").sum()) // 2 + int(
+        batch.lengths("response_ids").sum()
+    )  # shared prompts
+    tokens = min(all_tokens, plan.micro_batch_tokens)
+    update = computation.update(tokens, grown, several=tokens < all_tokens)
+    actor.update(batch, OBJECTIVE, plan)
     synchronize()
     gc.collect()
     measured = accelerator.allocated()
@@ -316,15 +326,19 @@ def step_ledger(tiny: bool, note: Notes) -> None:
     say("|---|---|---|---|")
     rows = {"held between updates": (measured, formula)}
     for name, expected, compute in (
-        ("peak of an update", formula + grown, lambda: actor.update(batch, OBJECTIVE, plan_of(batch))),
-        ("peak of log-probs", formula, lambda: infer_all(actor, batch)),
+        ("peak of an update", formula + sum(update.values()), lambda: actor.update(batch, OBJECTIVE, plan)),
+        (
+            "peak of log-probs",
+            formula + sum(computation.log_probs(tokens).values()),
+            lambda: infer_all(actor, batch),
+        ),
         ("peak of a digest", formula, actor.digest),
         ("peak of a snapshot", formula, actor.state),
     ):
         accelerator.reset_peaks()
         compute()
         synchronize()
-        rows[f"{name}; formula without activations"] = accelerator.peaks()[0], expected
+        rows[name] = accelerator.peaks()[0], expected
     actor.place(model=False, optimizer=False)
     rows["held after `place`"] = accelerator.allocated(), 0.0
     for name, (found, expected) in rows.items():
@@ -332,7 +346,7 @@ def step_ledger(tiny: bool, note: Notes) -> None:
         say(f"| {name} | {found / GIB:.3f} | {expected / GIB:.3f} | {ratio} |")
         note(what=name, measured=found, formula=expected, parameters=counts["actor"])
     said = ", ".join(f"{what} {size / 1e9:.1f} GB" for what, size in held.items())
-    say("", f"A start prints: {said}, gradients {grown / 1e9:.1f} GB, plus activations.")
+    say("", f"A start prints: {said}, gradients {grown / 1e9:.1f} GB.")
     assert abs(measured / formula - 1) <= 0.1, f"the formula is {formula / measured:.2f} of what is held"
 
 

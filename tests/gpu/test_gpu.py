@@ -50,11 +50,11 @@ def exact() -> None:
 
 
 def needs(engine: str) -> None:
-    """Skip a test of an engine whose package is missing, or does not know this GPU."""
+    """Skips a test if the engine's package is missing or does not support this GPU."""
     if package := PACKAGES.get(engine[:4]):
         pytest.importorskip(package)
         if not accelerator.has_cuda():
-            pytest.skip(f"{package} does not know this GPU")
+            pytest.skip(f"{package} does not support this GPU")
 
 
 def in_use() -> int:

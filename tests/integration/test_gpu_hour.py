@@ -1,4 +1,4 @@
-"""`make gpu` is rehearsed whole on the simulated GPU, with tiny models and vLLM on the CPU; what goes wrong is told."""
+"""`make gpu` is rehearsed whole on the simulated GPU, with tiny models and vLLM on the CPU; failures are reported."""
 
 from __future__ import annotations
 
