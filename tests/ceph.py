@@ -54,6 +54,8 @@ mon_max_pg_per_osd = 1000
 paxos_propose_interval = 0.05
 [mon]
 mon_data = {data}/mon
+# with its default of 5 % free, it ends on a disk of 250 GB that has 12 GB left
+mon_data_avail_crit = 1
 [osd]
 osd_data = {data}/osd
 # a sparse file: it takes the room of what is stored
