@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo demo-countdown vllm sglang browser ceph test test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs clean
+.PHONY: demo demo-countdown vllm sglang browser ceph kubernetes test test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -48,12 +48,20 @@ endif
 ceph: .venv/installed ## Ceph's S3 gateway for the tests of stores, unpacked in build/
 	@python -m tests.ceph fetch
 
+# beside the Prefect of .venv, which vLLM keeps from being today's
+build/kubernetes/installed:
+	$(PYTHON) -m venv build/kubernetes
+	build/kubernetes/bin/pip install --quiet 'prefect-kubernetes>=0.8' 'kubernetes-validate>=1.37'
+	touch $@
+
+kubernetes: build/kubernetes/installed ## today's Prefect worker for Kubernetes, for the tests of deployments
+
 TESTS ?= tests
 PYTEST = OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
 test: .venv/installed ## the tests, without the slow ones: ten minutes on two idle cores
 	$(PYTEST) -m "not slow" $(TESTS)
 
-test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph`
+test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes`
 	$(PYTEST) -m slow $(TESTS)
 
 test-sglang: build/sglang/installed ## those that ask a real SGLang server

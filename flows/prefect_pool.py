@@ -22,10 +22,10 @@ from prefect.states import AwaitingRetry
 from prefect.utilities.urls import url_for
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_fixed
 
-from ratchet.flows.deploy import TAG, deploy_train
+from ratchet.flows.deploy import CRASHES, GAVE_UP, TAG, WorkPool, deploy_train
 from ratchet.infra.store.log import Fenced
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.errors import RatchetError, UserError
+from ratchet.rlhf.errors import RatchetError
 
 POLL_S = 1.0
 UNANSWERED_S = 5.0
@@ -34,19 +34,12 @@ UNANSWERED_S = 5.0
 T = TypeVar("T")
 
 
-def check_server() -> None:
-    with get_client(sync_client=True) as client:
-        if (error := client.api_healthcheck()) is not None:
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"the Prefect server at {PREFECT_API_URL.value()} (PREFECT_API_URL) does not answer: {why}")
-
-
 class Pool:
     """The workers of a work pool, which train runs."""
 
-    def __init__(self, pool: str, deployment: str, say: Callable[[str], None]) -> None:
+    def __init__(self, pool: WorkPool, deployment: str, say: Callable[[str], None]) -> None:
         """Registers the deployment. `say` is called with the reason whenever the pool waits."""
-        self._pool, self._say = pool, say
+        self._pool, self._say = pool.name, say
         self._deployment = deploy_train(deployment, pool)
 
     def train(self, configs: Sequence[RunConfig]) -> None:
@@ -59,7 +52,7 @@ class Pool:
         with get_client(sync_client=True) as client:
             names = {self._ask_for(client, config): config.run.name for config in configs}
             ended = self._wait(client, names)
-        failures = [_failure(name, ended.get(flow_run)) for flow_run, name in names.items()]
+            failures = [self._failure(client, name, ended.get(flow_run)) for flow_run, name in names.items()]
         if others := [error for error in failures if error is not None and not isinstance(error, Fenced)]:
             raise RatchetError("\n".join(map(str, others)))
         for error in failures:
@@ -116,6 +109,26 @@ class Pool:
             case _:
                 return ""
 
+    def _failure(self, client: SyncPrefectClient, name: str, flow_run: FlowRun | None) -> RatchetError | None:
+        if flow_run is None:
+            return RatchetError(f"{name}: its flow run was deleted: repeat the command to start it again")
+        state = flow_run.state
+        assert state is not None, "it has ended"
+        if state.is_completed():
+            return None
+        if state.message == GAVE_UP:
+            states = self._answer(lambda: client.read_flow_run_states(flow_run.id))
+            crash = max((state for state in states if state.is_crashed()), key=lambda state: state.timestamp)
+            why = f"it crashed {CRASHES} times, the last time with: {_line(crash)}"
+        else:
+            why = _line(state)
+        if state.name == "Fenced":
+            return Fenced(f"{name}: {why}")
+        return RatchetError(
+            f"{name}: its flow run ended as {state.name}: {why} ({_link(flow_run)}): "
+            "once the cause is gone, repeat the command to continue"
+        )
+
     def _answer(self, ask: Callable[[], T]) -> T:
         """Returns the server's answer; asks again until it answers, since the workers train without it."""
         retry = retry_if_exception(_is_temporary)
@@ -141,20 +154,9 @@ def _has_ended(flow_run: FlowRun) -> bool:
     return flow_run.state is not None and flow_run.state.is_final() and not _has_crashed(flow_run)
 
 
-def _failure(name: str, flow_run: FlowRun | None) -> RatchetError | None:
-    if flow_run is None:
-        return RatchetError(f"{name}: its flow run was deleted: repeat the command to start it again")
-    state = flow_run.state
-    assert state is not None, "it has ended"
-    if state.is_completed():
-        return None
-    why = " ".join((state.message or "no reason is given").removeprefix("Flow run encountered an exception: ").split())
-    if state.name == "Fenced":
-        return Fenced(f"{name}: {why}")
-    return RatchetError(
-        f"{name}: its flow run ended as {state.name}: {why} ({_link(flow_run)}): "
-        "once the cause is gone, repeat the command to continue"
-    )
+def _line(state: State[None]) -> str:
+    message = state.message or "no reason is given"
+    return " ".join(message.removeprefix("Flow run encountered an exception: ").split())
 
 
 def _link(flow_run: FlowRun) -> str:

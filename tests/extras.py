@@ -19,7 +19,7 @@ from typing import IO
 
 import pytest
 
-from tests import ceph, sglang_server
+from tests import ceph, kubernetes, sglang_server
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ EXTRAS = {
     "vllm": Extra(_package("vllm"), "make vllm", is_large=True),
     "sglang": Extra(sglang_server.PYTHON.exists, "make sglang", is_large=True),
     "ceph": Extra(lambda: ceph.missing() is None, "make ceph"),
+    "kubernetes": Extra(kubernetes.is_here, "make kubernetes"),
     "chromium": Extra(lambda: chromium() is not None, "make browser"),
     "bubblewrap": Extra(lambda: shutil.which("bwrap") is not None, "apt-get install bubblewrap"),
     "verifiers": Extra(_package("verifiers"), "pip install ratchet-rlhf[verifiers]"),

@@ -7,9 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import JsonValue
 
 from ratchet.flows.commands.console import console
-from ratchet.flows.commands.options import DEFAULT_STORE, Name, Overrides, Store, TrustCode, url_of
+from ratchet.flows.commands.options import (
+    DEFAULT_STORE,
+    Image,
+    JobVariables,
+    Name,
+    Overrides,
+    Store,
+    TrustCode,
+    parse_job_variables,
+    url_of,
+)
 from ratchet.flows.commands.starting import (
     drive_run,
     fit,
@@ -91,6 +102,8 @@ def sweep(
         str | None,
         typer.Option(help="train the arms on workers of this Prefect work pool; by default in this process"),
     ] = None,
+    image: Image = None,
+    job_variables: JobVariables = None,
     parallel: Annotated[
         int, typer.Option(help="arms at a time, on a pool; those that fall behind are stopped together", min=1)
     ] = 1,
@@ -134,22 +147,27 @@ def sweep(
     from ratchet.infra.execution.stopping import on_signals
 
     with on_signals(stop_early):
-        arms = list(arms_of.run_arms(tried, _trainer(tried, pool, say), say))
+        trainer = _trainer(tried, pool, image, parse_job_variables(job_variables), say)
+        arms = list(arms_of.run_arms(tried, trainer, say))
     from ratchet.flows.commands import tables
 
     tables.arms(console, arms, arms_of.write_page(tried, arms))
 
 
-def _trainer(tried: Sweep, pool: str | None, say: Callable[[str], None]) -> Callable[[Sequence[RunConfig]], None]:
+def _trainer(
+    tried: Sweep, pool: str | None, image: str | None, job_variables: dict[str, JsonValue], say: Callable[[str], None]
+) -> Callable[[Sequence[RunConfig]], None]:
     """Starts a sweep; returns the function that trains its arms, in this process or on a pool."""
     from ratchet.flows import sweep as arms_of
 
     if pool is not None:
-        from ratchet.flows.prefect_pool import Pool, check_server
+        from ratchet.flows.deploy import WorkPool, prepare
+        from ratchet.flows.prefect_pool import Pool
 
-        check_server()
+        where = WorkPool(pool, image=image, job_variables=job_variables)
+        prepare(where)
         arms_of.begin(tried)
-        return Pool(pool, tried.name, say).train
+        return Pool(where, tried.name, say).train
     arms_of.begin(tried)
     server = start_server()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import JsonValue
 
 from ratchet.rlhf import consent
 from ratchet.rlhf.config.roles import EXPORTED, ROLES
@@ -76,6 +78,17 @@ TrustCode = Annotated[
         "has not run on this machine before; RATCHET_TRUST_CODE=1 does the same",
     ),
 ]
+Image = Annotated[
+    str | None, typer.Option(help="the image of the containers, if the work pool starts containers: docker, kubernetes")
+]
+JobVariables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--job-variable",
+        metavar="K=V",
+        help="a variable of the work pool's job template, such as memory=64Gi; repeatable",
+    ),
+]
 Iteration = Annotated[int | None, typer.Option(help="the snapshot after this many iterations; by default the newest")]
 Best = Annotated[bool, typer.Option("--best", help="the snapshot with the best validation")]
 Adapter = Annotated[bool, typer.Option("--adapter", help="only the adapter (model.lora), in PEFT's format")]
@@ -113,6 +126,31 @@ def run_argument(url: str) -> str:
     URL.
     """
     return url.removeprefix(f"{os.environ.get('RATCHET_STORE', DEFAULT_STORE)}/")
+
+
+def parse_job_variables(given: list[str] | None) -> dict[str, JsonValue]:
+    """Returns variables by name; a value may be JSON. Raises `UserError` for one that has no name."""
+    variables: dict[str, JsonValue] = {}
+    for assignment in given or []:
+        name, equals, value = assignment.partition("=")
+        if not name or not equals:
+            raise UserError(f"--job-variable {assignment} is not NAME=VALUE, as in --job-variable memory=64Gi")
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
+
+
+def write_new(path: Path, text: str) -> None:
+    """Writes a file that does not exist yet; raises `UserError` if that fails."""
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{path} exists: name another file, or delete it") from None
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def make_folder(path: Path) -> None:

@@ -29,7 +29,12 @@ from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 
-AUTOMATIONS = ("ratchet: restart a flow run without heartbeats", "ratchet: restart a crashed flow run")
+AUTOMATIONS = (
+    "ratchet: restart a flow run without heartbeats",
+    "ratchet: restart a crashed flow run",
+    "ratchet: restart a flow run that crashed again, after a pause",
+    "ratchet: fail a flow run that keeps crashing",
+)
 RATCHET = [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()"]
 
 
@@ -71,7 +76,7 @@ def test_a_deployed_run_survives_its_process(
     deploy(config, tmp_path, "--pool", worker, "--cron", "0 3 29 2 *")
     before = automations(prefect_server)
     deploy(config, tmp_path, "--pool", worker, "--cron", "0 4 29 2 *")  # again: it takes the place of the first
-    assert len(before) == 2
+    assert len(before) == len(AUTOMATIONS)
     assert automations(prefect_server) == before, "what they know of silent flow runs is not lost"
     with SyncPrefectClient(prefect_server) as client:
         names = ("train", "iteration", "evaluate", "rescore", "report", "vacuum")

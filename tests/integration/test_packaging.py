@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tarfile
 import zipfile
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.store.run_store import REPORT
 from tests import tiny
 from tests.extras import needs
+from tests.packaged import ROOT, build, environment
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = ("flows", "infra", "rlhf", "tasks")
 REWARD = """
 def letters(data_source, solution_str, ground_truth, extra_info=None):
@@ -61,7 +60,7 @@ class Installed:
 @pytest.fixture(scope="module")
 def source_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
-    return folder / _build("sdist", ROOT, folder)
+    return folder / build("sdist", ROOT, folder)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def wheel(source_archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     with tarfile.open(source_archive) as archive:
         archive.extractall(folder, filter="data")
     [unpacked] = folder.iterdir()
-    return folder / _build("wheel", unpacked, folder)
+    return folder / build("wheel", unpacked, folder)
 
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
@@ -80,29 +79,8 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if request.param == "wheel":
         package = request.getfixturevalue("wheel")
     else:
-        package = folder / _build("editable", ROOT, folder)
-    return Installed(_environment(folder / "environment", package), _users_folder(folder / "project"))
-
-
-def _build(kind: str, source: Path, folder: Path) -> str:
-    """Call a hook of the build backend, as pip does; returns the file's name."""
-    script = f"import hatchling.build, sys; print(hatchling.build.build_{kind}(sys.argv[1]))"
-    built = subprocess.run(
-        [sys.executable, "-c", script, str(folder)], cwd=source, check=True, capture_output=True, text=True
-    )
-    return built.stdout.splitlines()[-1]
-
-
-def _environment(folder: Path, package: Path) -> Path:
-    """A new environment with the package, and the dependencies of the environment of the tests."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
-    subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", str(package)], check=True)
-    [packages] = folder.glob("lib/python*/site-packages")
-    # a line of a .pth file is a folder to import from; the .pth files in that folder, an editable Ratchet's, do nothing
-    dependencies = [path for path in sys.path if Path(path).name == "site-packages"]
-    (packages / "dependencies.pth").write_text("\n".join(dependencies))
-    return folder
+        package = folder / build("editable", ROOT, folder)
+    return Installed(environment(folder / "environment", package), _users_folder(folder / "project"))
 
 
 def _users_folder(folder: Path) -> Path:
@@ -136,7 +114,7 @@ def test_an_archive_of_a_clone_whose_path_git_would_ignore(tmp_path: Path) -> No
     subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(clone)], check=True)
     (clone / "build").mkdir()
     (clone / "build" / "link").symlink_to("/etc/hostname")
-    with tarfile.open(tmp_path / _build("sdist", clone, tmp_path)) as archive:
+    with tarfile.open(tmp_path / build("sdist", clone, tmp_path)) as archive:
         assert not [name for name in archive.getnames() if name.split("/")[1] == "build"]
 
 

@@ -1,0 +1,119 @@
+"""Deployments to a Kubernetes pool: Prefect's own worker, and Jobs as a cluster gets them, whose pods really run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from prefect.client.orchestration import SyncPrefectClient
+
+from ratchet.rlhf.config import RunConfig
+from tests import tiny
+from tests.extras import needs
+from tests.history import History
+from tests.kubernetes import Kubernetes, kubernetes
+from tests.packaged import ROOT, build, environment
+
+pytestmark = needs("kubernetes")
+
+RATCHET = [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()"]
+IMAGE = "registry.example/ratchet:1"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Kubernetes]:
+    """A cluster whose only image has Ratchet's wheel, and the reward of its users."""
+    image = environment(tmp_path / "image", tmp_path / build("wheel", ROOT, tmp_path))
+    [packages] = image.glob("lib/python*/site-packages")
+    (packages / "team_rewards.py").write_text((ROOT / "tests" / "rewards.py").read_text())
+    with kubernetes(tmp_path, {IMAGE: image}) as running:
+        yield running
+
+
+@pytest.fixture
+def config(workspace: Path, tmp_path: Path) -> RunConfig:
+    return tiny.config(
+        workspace,
+        run__name=f"pods-{os.getpid()}",
+        run__store=f"file://{tmp_path}/runs",
+        reward__function="team_rewards:letters",
+        train__iterations=200,
+        checkpoint={"every": 10},
+    )
+
+
+def test_a_run_in_pods_survives_them(
+    config: RunConfig, cluster: Kubernetes, prefect_server: str, tmp_path: Path
+) -> None:
+    pool, path = f"k8s-{os.getpid()}", tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+
+    def ratchet(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*RATCHET, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=900)
+
+    no_pool = ratchet("deploy", str(path), "--pool", pool, "--image", IMAGE)
+    assert no_pool.returncode == 2 and f"`prefect work-pool create {pool} --type kubernetes`" in no_pool.stderr
+
+    with cluster.worker(pool, tmp_path / "worker.log"), SyncPrefectClient(prefect_server) as client:
+        wait(lambda: pool in [known.name for known in client.read_work_pools()])
+        wrong = ratchet("deploy", str(path), "--pool", pool, "--job-variable", "gpus=1")
+        assert wrong.returncode == 2
+        assert f"the work pool {pool} (type kubernetes) starts flow runs in containers: name an image" in wrong.stderr
+        assert f"{pool} (type kubernetes) has no job variable gpus: it has annotations, " in wrong.stderr
+        mine = ratchet("worker", "--pool", pool)
+        assert mine.returncode == 2 and f"`prefect worker start --pool {pool}`" in mine.stderr
+
+        variables = ["memory_limit=4Gi", 'env={"TEAM": "rl"}', "finished_job_ttl=60"]
+        options = [option for variable in variables for option in ("--job-variable", variable)]
+        done = ratchet("deploy", str(path), "--pool", pool, "--image", IMAGE, "--work-queue", "big", *options)
+        assert done.returncode == 0, done.stderr
+        assert f"`prefect worker start --pool {pool}`" in done.stdout
+        assert f"run.store is file://{tmp_path}/runs: unless that is a volume" in done.stdout.replace("\n", "")
+
+        deployed = client.read_deployment_by_name(f"train/{config.run.name}")
+        assert deployed.work_queue_name == "big" and not deployed.pull_steps
+        flow_run = client.create_flow_run_from_deployment(deployed.id)
+        wait(lambda: (tmp_path / "runs" / config.run.name / "log").exists() and History.of(config).state.iteration > 2)
+        [job] = cluster.jobs
+        [container] = job["spec"]["template"]["spec"]["containers"]
+        assert container["image"] == IMAGE
+        assert container["resources"]["limits"]["memory"] == "4Gi"
+        assert job["spec"]["ttlSecondsAfterFinished"] == 60
+        given = {variable["name"]: variable.get("value") for variable in container["env"]}
+        assert given["TEAM"] == "rl" and given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
+        assert "working_dir" not in json.dumps(job)
+
+        [driver] = pods(str(flow_run.id))
+        os.kill(driver, signal.SIGKILL)
+        died_at = History.of(config).state.iteration
+        wait(lambda: History.of(config).state.iteration > died_at + 2)
+        assert History.of(config).state.term == 2
+        assert len(cluster.jobs) == 2
+        assert client.read_flow_run(flow_run.id).state_name == "Running", "the same flow run, in another pod"
+
+
+def pods(flow_run: str) -> list[int]:
+    """The processes of pods that run a flow run."""
+    running = psutil.process_iter(["environ", "cmdline"])
+    return [
+        process.pid
+        for process in running
+        if (process.info["environ"] or {}).get("PREFECT__FLOW_RUN_ID") == flow_run
+        and "execute" in " ".join(process.info["cmdline"] or [])
+    ]
+
+
+def wait(until: Callable[[], bool], seconds: float = 1200.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.5)
