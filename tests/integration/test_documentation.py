@@ -241,7 +241,7 @@ def test_every_page_is_read() -> None:
 @pytest.mark.promise
 def test_files_that_pages_name_exist() -> None:
     for page in PAGES:
-        named = r"((?:tests|flows|tasks|infra|rlhf|benchmarks)/[\w/]+\.py)(?:::(\w+))?"
+        named = r"(?<!\w)((?:tests|flows|tasks|infra|rlhf|benchmarks)/[\w/]+\.py)(?:::(\w+))?"
         for file, name in re.findall(named, page.read_text()):
             assert (ROOT / file).exists(), f"{page.name} names {file}"
             defined = rf"(def|class) {name}\b"
