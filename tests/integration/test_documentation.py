@@ -1,4 +1,4 @@
-"""What README.md, CONTRIBUTING.md and docs/*.md show works: every command, every block of Python, every config key.
+"""What README.md, AGENTS.md, CONTRIBUTING.md and docs/*.md show works: commands, blocks of Python, config keys.
 
 The commands run in a small copy of what `make demo-countdown` leaves behind: its config with smaller sizes, its data,
 its model after a few supervised steps, and a whole run.
@@ -40,7 +40,7 @@ from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixtur
 from tests.processes import Child, Fault, Processes
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 PROGRAMS = ("ratchet", "python", "make", "pip", "prefect", "ssh")
 """What an inline code span starts with if it is a command; in a console block everything is one."""
 
@@ -94,6 +94,15 @@ TYPED = {
         'ratchet query guess "select trajectory_id, rollout_error from trajectories where rollout_error is not null"'
     ),
     "ratchet compare A B": "ratchet compare countdown other",
+    "ratchet train CONFIG.yaml --dry-run": "ratchet train run.yaml --dry-run",
+    "ratchet train CONFIG.yaml KEY=VALUE": "ratchet train run.yaml actor.lr=1e-4",
+    "ratchet resume RUN": "ratchet resume countdown",
+    "ratchet status RUN": "ratchet status countdown",
+    "ratchet show RUN --where COND --format json": 'ratchet show countdown --where "score < 0.5" --format json',
+    "ratchet query RUN SQL --format json": 'ratchet query countdown "select * from metrics" --format json',
+    "ratchet fork RUN --at K:STAGE --run NEW KEY=VALUE": (
+        "ratchet fork countdown --at 32:advantages --run tried algorithm.advantage.lam=0.9"
+    ),
     "ratchet fork countdown --at 2 --run gentle actor.lr=5e-4": (
         "ratchet fork countdown --at 2 --run gentle actor.lr=5e-4 train.iterations=10"
     ),
@@ -241,11 +250,19 @@ def test_every_page_is_read() -> None:
 @pytest.mark.promise
 def test_files_that_pages_name_exist() -> None:
     for page in PAGES:
-        named = r"((?:tests|flows|tasks|infra|rlhf|benchmarks)/[\w/]+\.py)(?:::(\w+))?"
+        named = r"(?<!\w)((?:tests|flows|tasks|infra|rlhf|benchmarks)/[\w/]+\.py)(?:::(\w+))?"
         for file, name in re.findall(named, page.read_text()):
             assert (ROOT / file).exists(), f"{page.name} names {file}"
             defined = rf"(def|class) {name}\b"
             assert not name or re.search(defined, (ROOT / file).read_text()), f"{page.name} names {name}"
+
+
+@pytest.mark.promise
+def test_the_citation_is_of_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
 
 
 @pytest.mark.promise
