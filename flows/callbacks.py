@@ -45,9 +45,10 @@ class Callback:
 class Callbacks:
     """The callbacks of a run."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Makes the callbacks that a config names. Raises UserError if one cannot be made."""
-        self._callbacks = {name: _made(name) for name in config.run.callbacks}
+    def __init__(self, config: RunConfig, *others: Callback) -> None:
+        """Makes the callbacks that a config names, which follow `others`. Raises UserError if one cannot be made."""
+        self._callbacks = {type(other).__name__: other for other in others}
+        self._callbacks |= {name: _made(name) for name in config.run.callbacks}
         self._fails = config.run.on_callback_error == "fail"
 
     def on_iteration(self, run: Run, iteration: int, metrics: Mapping[str, float]) -> None:

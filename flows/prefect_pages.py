@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from prefect import get_run_logger, tags
@@ -15,6 +16,7 @@ from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
     create_progress_artifact,
+    create_table_artifact,
     update_progress_artifact,
 )
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -32,8 +34,14 @@ from ratchet.infra.store.run_store import REPORT
 from ratchet.tasks.pipeline import in_order
 from ratchet.tasks.recording import recorded
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 EVERY_S = 1.0
 """Minimum interval between progress updates, since each takes a few requests; shorter stages have none."""
+
+SAMPLES, LONGEST = 8, 1_000
+"""Trajectories in a table, and the most characters of a text."""
 
 
 def has_pages() -> bool:
@@ -138,6 +146,15 @@ def show_iteration(driver: Driver, iteration: int, metrics: Mapping[str, float])
         page = markdown(Run(driver.store), iteration, metrics)
         key, title = f"{_slug(driver.config.run.name)}-iterations", f"{driver.config.run.name}, iteration {iteration}"
         recorded(lambda: create_markdown_artifact(page, key=key, description=title), lambda: None)
+        rows = samples(Run(driver.store), iteration)
+        table = {str(name): [str(value)[:LONGEST] for value in rows[name]] for name in rows}
+        samples_key = f"{_slug(driver.config.run.name)}-samples"
+        recorded(lambda: create_table_artifact(table, key=samples_key, description=title), lambda: None)
+
+
+def samples(run: Run, iteration: int) -> pd.DataFrame:
+    """Returns the first trajectories of an iteration, for tables."""
+    return run.trajectories([iteration], ["trajectory_id", "prompt", "response", "score"]).head(SAMPLES)
 
 
 def show_report(url: str) -> str:
@@ -184,9 +201,9 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _quoted(text: str, longest: int = 1_000) -> list[str]:
-    """Returns the text as an indented code block, which nothing in it can end; cut off after `longest` characters."""
-    shown = text if len(text) <= longest else f"{text[:longest]} …"
+def _quoted(text: str) -> list[str]:
+    """Returns the text as an indented code block, which nothing in it can end; cut off after `LONGEST` characters."""
+    shown = text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
     return [f"    {line}" for line in shown.splitlines()]
 
 

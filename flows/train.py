@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -18,13 +17,14 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 from ratchet.flows.callbacks import Callbacks
 from ratchet.flows.iteration import iteration
 from ratchet.flows.overrides import Override
-from ratchet.flows.prefect_pages import has_pages, show_report, shown, tagged
+from ratchet.flows.prefect_events import PrefectEvents
+from ratchet.flows.prefect_pages import has_pages, samples, show_report, shown, tagged
 from ratchet.flows.summary import summary
 from ratchet.flows.tracking import tracking
 from ratchet.infra.execution.driver import driving
 from ratchet.infra.execution.epochs import with_iterations
 from ratchet.infra.progress import note
-from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.runs.run import Run
 from ratchet.infra.store.log import Fenced
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import RatchetError, counted
@@ -33,12 +33,6 @@ from ratchet.tasks.pipeline import dependencies
 from ratchet.tasks.recording import noted, recorded
 from ratchet.tasks.runner import finish, start
 from ratchet.tasks.stages.validate import VALIDATE
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-SAMPLES = 8
-"""Trajectories of an iteration that trackers with tables get."""
 
 
 @flow(name="train", flow_run_name="{config.run.name}", persist_result=False)
@@ -70,7 +64,7 @@ def train(
 
 def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> None:
     """Runs the remaining iterations and the last validation, recorded by Prefect if its server works."""
-    callbacks = Callbacks(config)
+    callbacks = Callbacks(config, PrefectEvents())
     # a heartbeat of the iteration's own flow would add a second to each; the heartbeat of this flow covers both
     quiet = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with (
@@ -81,7 +75,7 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
             accept_changes=accept_changes,
             check=check_open_iteration,
         ) as driver,
-        tracking(config, driver.store.log.first, partial(_samples, driver.store.url)) as track,
+        tracking(config, driver.store.log.first, partial(samples, Run(driver.store))) as track,
         quiet,
         _shared_client(),
     ):
@@ -115,11 +109,6 @@ def drive(config: RunConfig, take_over: bool, accept_changes: bool = False) -> N
 
 def _iteration(config: RunConfig, k: int) -> dict[str, float]:
     return recorded(lambda: iteration(config, k), lambda: iteration.fn(config, k))
-
-
-def _samples(url: str, iteration: int) -> pd.DataFrame:
-    columns = ["trajectory_id", "prompt", "response", "score"]
-    return open_run(url).trajectories([iteration], columns).head(SAMPLES)
 
 
 @contextmanager

@@ -21,6 +21,16 @@ def slow_letters(data_source: str, solution_str: str, ground_truth: str, extra_i
     return letters(data_source, solution_str, ground_truth)
 
 
+def falling(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Rewards the same for all answers of a moment, and less from moment to moment."""
+    return -(time.time() // 1e-3)
+
+
+def same(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Rewards all answers alike."""
+    return 0.5
+
+
 def digits(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """Rewards the share of digits."""
     return sum(letter.isdigit() for letter in solution_str) / max(len(solution_str), 1)

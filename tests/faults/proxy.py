@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Action = Literal["503", "409", "slow", "never", "dropped before", "dropped after", "garbled", "racy"]
+Action = Literal["503", "429", "409", "slow", "never", "dropped before", "dropped after", "garbled", "racy"]
 SLOW_S, NEVER_S = 1.0, 6.0
 RACE_S = 10.0
 """A "racy" store looks for an object before it writes, and waits so long between the two for another writer of the same
 object."""
-ANSWERS = {"503": (503, "SlowDown"), "409": (409, "ConditionalRequestConflict")}
+ANSWERS = {"503": (503, "SlowDown"), "429": (429, "TooManyRequests"), "409": (409, "ConditionalRequestConflict")}
 
 
 @dataclass
@@ -76,7 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
         action = None if rule is None else rule.action
         if action in ANSWERS:
             status, code = ANSWERS[action]
-            self._send(status, {"Content-Type": "application/xml"}, f"<Error><Code>{code}</Code></Error>".encode())
+            headers = {"Content-Type": "application/xml", **({"Retry-After": "1"} if status == 429 else {})}
+            self._send(status, headers, f"<Error><Code>{code}</Code></Error>".encode())
         elif action == "garbled":
             self._send(200, {"Content-Type": "text/html"}, b"<html>back in a moment</html>")
         elif action == "dropped before":

@@ -20,7 +20,7 @@ from tests.faults.proxy import Action, Rule, proxy
 from tests.history import History
 from tests.prefect_server import prefect_api
 
-ANSWERS: tuple[Action, ...] = ("503", "409", "slow", "never", "dropped before", "dropped after", "garbled")
+ANSWERS: tuple[Action, ...] = ("503", "429", "409", "slow", "never", "dropped before", "dropped after", "garbled")
 
 
 def written(workspace: Path, folder: Path, name: str, iterations: int) -> tuple[RunConfig, list[str]]:
@@ -104,8 +104,9 @@ def test_a_server_that_has_no_place_for_a_task_stops_nothing(workspace: Path, tm
         [Rule(".*", "", "503", times=10**9)],
         [Rule(".*", "", "never", times=10**9)],
         [Rule(".*", "", "garbled", times=10**9)],
+        [Rule(".*", "", "429", times=10**9, share=0.7)],  # as Prefect Cloud beyond the rate that it allows
     ],
-    ids=["now this, now that", "503", "nothing", "nonsense"],
+    ids=["now this, now that", "503", "nothing", "nonsense", "too many requests"],
 )
 def test_whatever_the_server_answers_the_run_computes_and_commits(
     rules: list[Rule], workspace: Path, tmp_path: Path, alone: History

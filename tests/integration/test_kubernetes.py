@@ -14,7 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from prefect.blocks.system import Secret
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.variables import Variable
+from pydantic import SecretStr
 
 from ratchet.rlhf.config import RunConfig
 from tests import tiny
@@ -72,7 +75,13 @@ def test_a_run_in_pods_survives_them(
         mine = ratchet("worker", "--pool", pool)
         assert mine.returncode == 2 and f"`prefect worker start --pool {pool}`" in mine.stderr
 
-        variables = ["memory_limit=4Gi", 'env={"TEAM": "rl"}', "finished_job_ttl=60"]
+        Secret(value=SecretStr("hidden")).save(f"key-{os.getpid()}")
+        Variable.set(f"team_{os.getpid()}", "rl")
+        environ = {
+            "AWS_SECRET_ACCESS_KEY": f"{{{{ prefect.blocks.secret.key-{os.getpid()} }}}}",
+            "TEAM": f"{{{{ prefect.variables.team_{os.getpid()} }}}}",
+        }
+        variables = ["memory_limit=4Gi", f"env={json.dumps(environ)}", "finished_job_ttl=60"]
         options = [option for variable in variables for option in ("--job-variable", variable)]
         done = ratchet("deploy", str(path), "--pool", pool, "--image", IMAGE, "--work-queue", "big", *options)
         assert done.returncode == 0, done.stderr
@@ -89,7 +98,8 @@ def test_a_run_in_pods_survives_them(
         assert container["resources"]["limits"]["memory"] == "4Gi"
         assert job["spec"]["ttlSecondsAfterFinished"] == 60
         given = {variable["name"]: variable.get("value") for variable in container["env"]}
-        assert given["TEAM"] == "rl" and given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
+        assert (given["TEAM"], given["AWS_SECRET_ACCESS_KEY"]) == ("rl", "hidden")
+        assert given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
         assert "working_dir" not in json.dumps(job)
 
         [driver] = pods(str(flow_run.id))
