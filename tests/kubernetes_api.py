@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 VERSION = "1.37"
-KINDS = {"pods": ("v1", "Pod"), "jobs": ("batch/v1", "Job")}
+KINDS = {"namespaces": ("v1", "Namespace"), "pods": ("v1", "Pod"), "jobs": ("batch/v1", "Job")}
 
 
 class Cluster:
@@ -35,7 +35,7 @@ class Cluster:
 
     def __init__(self, folder: Path, images: dict[str, Path]) -> None:
         self.folder, self.images = folder, images
-        self.objects: dict[str, dict[str, dict[str, Any]]] = {"pods": {}, "jobs": {}}
+        self.objects: dict[str, dict[str, dict[str, Any]]] = {resource: {} for resource in KINDS}
         self.changes: list[tuple[str, str, dict[str, Any]]] = []
         self.changed = asyncio.Condition()
         self.processes: dict[str, asyncio.subprocess.Process] = {}
@@ -185,7 +185,13 @@ def application(cluster: Cluster) -> Starlette:
     async def resources(request: Request) -> Response:
         here = "batch/v1" if request.url.path.endswith("batch/v1") else "v1"
         found = [
-            {"name": name, "singularName": kind.lower(), "kind": kind, "namespaced": True, "verbs": ["list", "watch"]}
+            {
+                "name": name,
+                "singularName": kind.lower(),
+                "kind": kind,
+                "namespaced": name != "namespaces",
+                "verbs": ["list", "watch"],
+            }
             for name, (version, kind) in KINDS.items()
             if version == here
         ]

@@ -36,6 +36,8 @@ IMAGE = "registry.example/ratchet:1"
 def cluster(tmp_path: Path) -> Iterator[Kubernetes]:
     """A cluster whose only image has Ratchet's wheel, and the reward of its users."""
     image = environment(tmp_path / "image", tmp_path / build("wheel", ROOT, tmp_path))
+    (image / "bin" / "prefect").write_text(f"#!{image}/bin/python\nfrom prefect.cli import app\n\napp()\n")
+    (image / "bin" / "prefect").chmod(0o755)
     [packages] = image.glob("lib/python*/site-packages")
     (packages / "team_rewards.py").write_text((ROOT / "tests" / "rewards.py").read_text())
     with kubernetes(tmp_path, {IMAGE: image}) as running:
