@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo demo-countdown vllm sglang browser ceph kubernetes test test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs clean
+.PHONY: demo demo-countdown vllm sglang browser ceph kubernetes buildah test test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -54,6 +54,11 @@ build/kubernetes/installed:
 	build/kubernetes/bin/pip install --quiet 'prefect-kubernetes>=0.8' 'kubernetes-validate>=1.37'
 	touch $@
 
+buildah: ## buildah and debootstrap for the test of the image, with apt
+ifeq ($(shell command -v buildah && command -v debootstrap),)
+	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends buildah debootstrap; fi
+endif
+
 kubernetes: build/kubernetes/installed ## today's Prefect worker for Kubernetes, for the tests of deployments
 
 TESTS ?= tests
@@ -61,7 +66,7 @@ PYTEST = OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
 test: .venv/installed ## the tests, without the slow ones: ten minutes on two idle cores
 	$(PYTEST) -m "not slow" $(TESTS)
 
-test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes`
+test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah`
 	$(PYTEST) -m slow $(TESTS)
 
 test-sglang: build/sglang/installed ## those that ask a real SGLang server

@@ -19,7 +19,7 @@ from typing import IO
 
 import pytest
 
-from tests import ceph, kubernetes, sglang_server
+from tests import ceph, image, kubernetes, sglang_server
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ EXTRAS = {
     "sglang": Extra(sglang_server.PYTHON.exists, "make sglang", is_large=True),
     "ceph": Extra(lambda: ceph.missing() is None, "make ceph"),
     "kubernetes": Extra(kubernetes.is_here, "make kubernetes"),
+    "buildah": Extra(image.is_here, "make buildah"),
     "chromium": Extra(lambda: chromium() is not None, "make browser"),
     "bubblewrap": Extra(lambda: shutil.which("bwrap") is not None, "apt-get install bubblewrap"),
     "verifiers": Extra(_package("verifiers"), "pip install ratchet-rlhf[verifiers]"),

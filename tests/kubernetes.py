@@ -48,14 +48,21 @@ class Kubernetes:
         """What all pods have printed."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
+    @property
+    def _environment(self) -> dict[str, str]:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return environment | {"KUBECONFIG": str(self.kubeconfig), "PREFECT_HOME": str(self.folder / "worker")}
+
+    def prefect(self, *arguments: str) -> None:
+        """Runs a command of today's Prefect."""
+        subprocess.run([str(ENVIRONMENT / "bin" / "prefect"), *arguments], env=self._environment, check=True)
+
     @contextmanager
     def worker(self, pool: str, log: Path) -> Iterator[None]:
-        """Runs Prefect's worker for a pool, which it makes if there is none."""
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"KUBECONFIG": str(self.kubeconfig), "PREFECT_HOME": str(self.folder / "worker")}
-        command = [str(ENVIRONMENT / "bin" / "prefect"), "worker", "start", "--pool", pool, "--type", "kubernetes"]
+        """Runs Prefect's worker for a pool."""
+        command = [str(ENVIRONMENT / "bin" / "prefect"), "worker", "start", "--pool", pool]
         with log.open("w") as file:
-            process = psutil.Popen(command, env=environment, stdout=file, stderr=file, cwd=self.folder)
+            process = psutil.Popen(command, env=self._environment, stdout=file, stderr=file, cwd=self.folder)
         try:
             yield
         finally:

@@ -12,9 +12,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -95,10 +98,13 @@ class Cluster:
                 env={"PATH": f"{environment}/bin:/usr/bin:/bin", "HOME": str(home), **variables},
                 stdout=log,
                 stderr=log,
+                start_new_session=True,
             )
         self.processes[name] = process
         await self.status(pod, "Running", {"running": {"startedAt": now()}})
         code = await process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # a container ends with its first process
         ended = {"terminated": {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": now()}}
         await self.status(pod, "Failed" if code else "Succeeded", ended)
         condition = {"type": "Failed" if code else "Complete", "status": "True", "lastTransitionTime": now()}

@@ -68,12 +68,13 @@ def test_a_run_in_pods_survives_them(
     no_pool = ratchet("deploy", str(path), "--pool", pool, "--image", IMAGE)
     assert no_pool.returncode == 2 and f"`prefect work-pool create {pool} --type kubernetes`" in no_pool.stderr
 
+    template = str(ROOT / "infra" / "recipes" / "kubernetes" / "pool.json")
+    cluster.prefect("work-pool", "create", pool, "--type", "kubernetes", "--base-job-template", template)
     with cluster.worker(pool, tmp_path / "worker.log"), SyncPrefectClient(prefect_server) as client:
-        wait(lambda: pool in [known.name for known in client.read_work_pools()])
-        wrong = ratchet("deploy", str(path), "--pool", pool, "--job-variable", "gpus=1")
+        wrong = ratchet("deploy", str(path), "--pool", pool, "--job-variable", "gpu=1")
         assert wrong.returncode == 2
         assert f"the work pool {pool} (type kubernetes) starts flow runs in containers: name an image" in wrong.stderr
-        assert f"{pool} (type kubernetes) has no job variable gpus: it has annotations, " in wrong.stderr
+        assert f"{pool} (type kubernetes) has no job variable gpu: it has command, cpu_request, " in wrong.stderr
         mine = ratchet("worker", "--pool", pool)
         assert mine.returncode == 2 and f"`prefect worker start --pool {pool}`" in mine.stderr
 
@@ -83,7 +84,7 @@ def test_a_run_in_pods_survives_them(
             "AWS_SECRET_ACCESS_KEY": f"{{{{ prefect.blocks.secret.key-{os.getpid()} }}}}",
             "TEAM": f"{{{{ prefect.variables.team_{os.getpid()} }}}}",
         }
-        variables = ["memory_limit=4Gi", f"env={json.dumps(environ)}", "finished_job_ttl=60"]
+        variables = ["memory_limit=4Gi", "gpus=2", f"env={json.dumps(environ)}", "finished_job_ttl=60"]
         options = [option for variable in variables for option in ("--job-variable", variable)]
         done = ratchet("deploy", str(path), "--pool", pool, "--image", IMAGE, "--work-queue", "big", *options)
         assert done.returncode == 0, done.stderr
@@ -97,15 +98,15 @@ def test_a_run_in_pods_survives_them(
         [job] = cluster.jobs
         [container] = job["spec"]["template"]["spec"]["containers"]
         assert container["image"] == IMAGE
-        assert container["resources"]["limits"]["memory"] == "4Gi"
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 2, "memory": "4Gi"}
         assert job["spec"]["ttlSecondsAfterFinished"] == 60
         given = {variable["name"]: variable.get("value") for variable in container["env"]}
         assert (given["TEAM"], given["AWS_SECRET_ACCESS_KEY"]) == ("rl", "hidden")
         assert given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
         assert "working_dir" not in json.dumps(job)
 
-        [driver] = pods(str(flow_run.id))
-        os.kill(driver, signal.SIGKILL)
+        for process in pods(str(flow_run.id)):
+            os.kill(process, signal.SIGKILL)
         died_at = History.of(config).state.iteration
         wait(lambda: History.of(config).state.iteration > died_at + 2)
         assert History.of(config).state.term == 2
