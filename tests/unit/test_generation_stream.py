@@ -31,7 +31,7 @@ from ratchet.infra.execution.replicas import Complete, Feed, Prompt, Replicas, R
 from ratchet.infra.store.records import Weights
 from ratchet.infra.workers.calls import Call, Context, RowsCall, ShardKey, ShardStart
 from ratchet.infra.workers.checkpoints import in_background
-from ratchet.infra.workers.rollouts import JOURNAL, Generated, Journaled, Rollouts, newest
+from ratchet.infra.workers.rollouts import JOURNAL, Generated, Journaled, JournalRows, Rollouts
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
@@ -602,7 +602,8 @@ def test_replicas_that_share_a_shard_journal_and_finish_it_together(loop: StillL
             replica.generate(shard, [f"p0-s{number}"])
         loop.release(list(loop.held), 1)
         written = [replica.shards[key].dialogues[f"p0-s{number}"] for number, replica in enumerate(replicas)]
-        journal = newest(row for replica in replicas for row in replica.rollouts.journal(0, "generate"))
+        parts = [pa.Table.from_pylist(replica.rollouts.journal(0, "generate"), JOURNAL) for replica in replicas]
+        journal = dict(JournalRows(parts))
         assert list(journal.values()) == [dialogue.journaled() for dialogue in written], "a copy that stands still"
     loop.release(list(loop.held), 1)
     for replica in replicas:
