@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,9 @@ from ratchet.infra.workers.rollouts import Generated
 from ratchet.infra.workers.worker import Worker
 from ratchet.infra.workers.worker_groups import Replica
 
+PACE_S = 0.005
+"""Seconds between two calls that generate, on average over all replicas: each takes almost a millisecond of the
+driver's core, and a replica may complete hundreds of trajectories per second."""
 Prompt = tuple[ShardKey, tuple[str, ...]]
 """A shard, and the ids of the trajectories of one of its prompts."""
 Generate = Callable[[Replica, Weights, Sequence[Prompt]], Sequence[Generated]]
@@ -261,6 +265,9 @@ class Replicas:
                     for opened in [begin(replica) for begin in begins]:
                         opened.result()
                 assert self._weights is not None
+                began = time.monotonic()
                 self.feed.put(number, self._generate(replica, self._weights, prompts))
+                # what is complete meanwhile comes together
+                time.sleep(max(began + PACE_S * len(self._replicas) - time.monotonic(), 0.0))
         except BaseException as error:
             self.feed.fail(error)
