@@ -442,6 +442,8 @@ class Iteration:
     """Of all replicas, the smallest share of the tokens that it could have drawn until its last trajectory began."""
     core: float
     """The share of a core that the driver takes: its code, and Ray's for its calls."""
+    written: Counter[str] = field(default_factory=Counter)
+    """Bytes written into the store until the iteration was closed, by folder."""
 
     @property
     def ratio(self) -> float:
@@ -533,10 +535,11 @@ class Cluster:
         """Generates and closes iterations."""
         done = []
         for _ in range(count):
+            before = Counter(self.bucket.written)
             iteration, _ = self.generated(driver)
             self.time.sleep(self.speeds.rest + self.speeds.recording)
             driver.store.close({"loss": 0.0})
-            done.append(iteration)
+            done.append(replace(iteration, written=self.bucket.written - before))
         return done
 
     @property
