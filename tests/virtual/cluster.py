@@ -64,7 +64,7 @@ class Speeds:
     """Making a trajectory's row."""
     journal: float = 0.4e-6
     """Writing a token to a journal, or giving it to a trajectory that goes on."""
-    read: float = 0.04e-6
+    read: float = 0.06e-6
     """Reading a token of a journal."""
     restart: float = 120.0
     """New processes in the place of lost ones, until they hold the weights."""
