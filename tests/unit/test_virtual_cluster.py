@@ -33,10 +33,10 @@ def digests(manifest: Manifest) -> list[str]:
 @pytest.mark.parametrize(
     ("work", "busy"),
     [
-        (Work(replicas=16, prompts=2048, max_in_flight=256), 0.8),
+        (Work(replicas=16, prompts=1024, max_in_flight=256), 0.8),
         # shards of 4 prompts are opened and written four times as often
-        (Work(replicas=16, prompts=2048, max_in_flight=256, prompts_per_shard=4, seed=1), 0.5),
-        (Work(replicas=16, prompts=2048, max_in_flight=256, sigma=0.3, seed=2), 0.8),
+        (Work(replicas=16, prompts=1024, max_in_flight=256, prompts_per_shard=4, seed=1), 0.5),
+        (Work(replicas=16, prompts=1024, max_in_flight=256, sigma=0.3, seed=2), 0.8),
         # the last trajectory begins after a few seconds, in which the shards are opened
         (Work(replicas=32, prompts=2048), 0.3),
     ],
