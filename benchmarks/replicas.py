@@ -185,8 +185,9 @@ def drop_seconds(count: int) -> float:
     driver = Replicas(replicas, 8, generate)
     keys = [("generate", 0, number) for number in range(2)]
     for key in keys:
-        prompts = [(f"p{number}",) for number in range(4 * count)]
-        driver.open(key, Weights(version=0, digest=""), lambda _, prompts=prompts: prompts, SimpleQueue())
+        opened: Future[Any] = Future()
+        opened.set_result([(f"p{number}",) for number in range(4 * count)])
+        driver.open({key: lambda _, opened=opened: opened}, Weights(version=0, digest=""), SimpleQueue())
     while driver.feed.in_flight < 8 * count:
         time.sleep(0.01)
     started = time.perf_counter()

@@ -42,21 +42,23 @@ class GenerationRunner(Generic[C, S]):
         self.replicas.drop(tuple(self.requests))
 
     @property
-    def has_room(self) -> bool:
-        return self.replicas.feed.has_room
+    def room(self) -> int:
+        """Number of shards to open now."""
+        return self.replicas.feed.room
 
     @property
     def in_flight(self) -> int:
         """Number of trajectories that the replicas generate, of all stages."""
         return self.replicas.feed.in_flight
 
-    def open(self, request: RowsCall[C, S]) -> None:
+    def open(self, requests: Sequence[RowsCall[C, S]]) -> None:
         if self._has_journaled:  # the newest journal has only shards that were opened before
-            request = replace(request, call=replace(request.call, journal=()))
-        assert request.call.weights is not None, "the rollout has weights"
-        self.requests[request.key] = request
-        begin = partial(_begin, request)
-        self.replicas.open(request.key, request.call.weights, begin, self._reports)
+            requests = [replace(request, call=replace(request.call, journal=())) for request in requests]
+        self.requests |= {request.key: request for request in requests}
+        begins = {request.key: partial(_begin, request) for request in requests}
+        weights = requests[-1].call.weights
+        assert weights is not None, "the rollout has weights"
+        self.replicas.open(begins, weights, self._reports)
 
     def next_complete(self) -> dict[int, ComputedShard[S]]:
         """Waits until a replica reports; returns the shards that are complete and written, but not committed."""
@@ -107,8 +109,8 @@ class GenerationRunner(Generic[C, S]):
         self._journaled = time.monotonic()
 
 
-def _begin(request: RowsCall[C, S], replica: Replica) -> tuple[tuple[str, ...], ...]:
-    return replica.call(Worker.begin, request)
+def _begin(request: RowsCall[C, S], replica: Replica) -> Pending[tuple[tuple[str, ...], ...]]:
+    return replica.submit(Worker.begin, request)
 
 
 def _replicas(driver: Driver) -> Replicas:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, Self
 
 from ratchet.infra.execution.driver import Driver
@@ -190,11 +191,11 @@ def _generated(
     with GenerationRunner[C, S](driver, job.iteration, stage.name) as generation:
         while until is None or not until.is_met(done):
             job.check()
-            while pending and generation.has_room and (until is None or until.wants(done, len(generation.requests))):
+            while opening := list(islice(pending, generation.room if until is None else until.room(done, generation))):
                 with driver.rollout.weights_lock.reading():
-                    # first: the request takes the weights from this record
-                    _assign(driver, stage, job.iteration, pending[0])
-                    generation.open(job.request(pending.popleft()))
+                    # first: the requests take the weights from this record
+                    _assign(driver, stage, job.iteration, opening)
+                    generation.open([job.request(pending.popleft()) for _ in opening])
             if not pending:
                 # the generations of the next iteration may join
                 job.handle.no_more_to_begin()
@@ -245,12 +246,15 @@ def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None
     store.objects.delete(discarded)
 
 
-def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shard: int) -> None:
-    """Commits the weights that a shard will be generated with, if they do not follow from its iteration."""
+def _assign(driver: Driver, stage: RowsStage[C, S], iteration: int, shards: Sequence[int]) -> None:
+    """Commits the weights that shards will be generated with, if they do not follow from their iteration."""
     loaded = driver.rollout.loaded
-    state = driver.store.iteration_state(iteration)
-    if stage.name == "generate" and loaded is not None and state.assigned.get(shard) != loaded:
-        driver.store.commit(Assigned(iteration=iteration, shard=shard, weights=loaded))
+    if stage.name != "generate" or loaded is None:
+        return
+    assigned = driver.store.iteration_state(iteration).assigned
+    new = [shard for shard in shards if assigned.get(shard) != loaded]
+    if new:
+        driver.store.commit(*(Assigned(iteration=iteration, shard=shard, weights=loaded) for shard in new))
 
 
 class DynamicSampling(Generic[C, S]):
@@ -291,11 +295,15 @@ class DynamicSampling(Generic[C, S]):
         count = self.count(done)
         return count > 0 and self._share(range(count)) >= 1
 
-    def wants(self, done: Mapping[int, ShardCommit], running: int) -> bool:
-        """True if another shard is likely to be needed in addition to those that are running."""
+    def room(self, done: Mapping[int, ShardCommit], generation: GenerationRunner[C, S]) -> int:
+        """Returns the number of shards to open now: those that are likely to be needed in addition to those that
+        run."""
         share = self._share(done)
         per_shard = share / len(done) if share else self.until.expected(self.driver.config)
-        return share + running * per_shard < 1
+        room, running, needed = generation.room, len(generation.requests), 0
+        while needed < room and share + (running + needed) * per_shard < 1:
+            needed += 1
+        return needed
 
     def _share(self, shards: Iterable[int]) -> float:
         """Returns the share of the needed prompts that the shards have; 1: enough."""

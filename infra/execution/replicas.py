@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from queue import SimpleQueue
 
 from ratchet.infra.store.records import Weights
@@ -16,10 +19,15 @@ from ratchet.infra.workers.rollouts import Generated
 from ratchet.infra.workers.worker import Worker
 from ratchet.infra.workers.worker_groups import Replica
 
+PACE_S = 0.005
+"""Seconds between two calls that generate, on average over all replicas: each takes almost a millisecond of the
+driver's core, and a replica may complete hundreds of trajectories per second."""
 Prompt = tuple[ShardKey, tuple[str, ...]]
 """A shard, and the ids of the trajectories of one of its prompts."""
 Generate = Callable[[Replica, Weights, Sequence[Prompt]], Sequence[Generated]]
 """A function that generates on a replica with these weights; see `Worker.generate`."""
+Begin = Callable[[Replica], Pending[Sequence[tuple[str, ...]]]]
+"""A function that opens a shard on a replica. The result is the trajectory ids of each prompt."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +43,14 @@ Reports = SimpleQueue[Complete | BaseException | None]
 
 @dataclass
 class _OpenShard:
-    begin: Callable[[Replica], object]
+    begin: Begin
     reports: Reports
     left: set[str]
     """Incomplete trajectories."""
+    opened_on: set[int]
+    """Replicas on which the shard is open."""
     replica_of: dict[str, int] = field(default_factory=dict)
     """The replica of each running or complete trajectory."""
-    opened_on: set[int] = field(default_factory=lambda: {0})
-    """Replicas on which the shard is open; its stage opens it on the first one."""
 
 
 class Feed:
@@ -64,16 +72,21 @@ class Feed:
         self._listening: Counter[Reports] = Counter()
         """Number of open shards of each stage."""
         self._in_flight = [0] * replica_count
+        self._shard_size = sys.maxsize
+        """Trajectories of the shard that was opened last."""
         self._has_ended = False
 
     @property
-    def has_room(self) -> bool:
-        """True if another shard should be opened, so that no replica waits for trajectories."""
+    def room(self) -> int:
+        """Number of shards to open now, so that no replica waits for trajectories: at most one for each replica."""
         with self._changed:
+            replicas = len(self._in_flight)
             if self._limit is None:
-                return len(self._shards) < len(self._in_flight)
+                return max(replicas - len(self._shards), 0)
             waiting = sum(len(names) for _, names in self._queue)
-            return not self._queue or waiting + sum(self._in_flight) < self._limit * len(self._in_flight)
+            free = self._limit * replicas - waiting - sum(self._in_flight)
+            least = 0 if self._queue else 1
+            return min(max(-(-free // self._shard_size), least), replicas)
 
     @property
     def in_flight(self) -> int:
@@ -85,17 +98,20 @@ class Feed:
         self,
         key: ShardKey,
         prompts: Sequence[tuple[str, ...]],
-        begin: Callable[[Replica], object],
+        begin: Begin,
         reports: Reports,
+        replica: int,
     ) -> None:
-        """Adds a shard, with the trajectory ids of each of its prompts. `begin` opens it on a replica."""
+        """Adds a shard, with the trajectory ids of each of its prompts. `begin` has opened it on one `replica`."""
         with self._changed:
             if self.error is not None:
                 raise self.error
             if not prompts:  # such as the greedy answers to what dynamic sampling has not kept
-                reports.put(Complete(key, {0: []}))
+                reports.put(Complete(key, {replica: []}))
                 return
-            self._shards[key] = _OpenShard(begin, reports, {name for names in prompts for name in names})
+            left = {name for names in prompts for name in names}
+            self._shards[key] = _OpenShard(begin, reports, left, {replica})
+            self._shard_size = len(left)
             self._listening[reports] += 1
             self._queue += ((key, names) for names in prompts)
             self._changed.notify_all()
@@ -106,7 +122,7 @@ class Feed:
             self._changed.wait_for(lambda: self._has_ended or self._queue or self._in_flight[replica])
             return not self._has_ended
 
-    def take(self, replica: int) -> tuple[list[Prompt], list[Callable[[Replica], object]]]:
+    def take(self, replica: int) -> tuple[list[Prompt], list[Begin]]:
         """Takes work for a replica.
 
         Returns:
@@ -193,6 +209,8 @@ class Replicas:
         self._replicas, self._generate = replicas, generate
         self.feed = Feed(len(replicas), limit)
         self._weights: Weights | None = None
+        self._numbers = count()
+        """Numbers of the shards, by which they are opened on one replica after the other."""
         self._opening = [threading.Lock() for _ in replicas]
         """Locks by replica, each held while it opens the shards of the prompts that it has taken."""
         self._threads = [
@@ -211,16 +229,14 @@ class Replicas:
     def __getitem__(self, number: int) -> Replica:
         return self._replicas[number]
 
-    def open(
-        self,
-        key: ShardKey,
-        weights: Weights,
-        begin: Callable[[Replica], Sequence[tuple[str, ...]]],
-        reports: Reports,
-    ) -> None:
-        """Generates a shard. `begin` opens it on a replica, and returns the trajectory ids of each prompt."""
+    def open(self, begins: Mapping[ShardKey, Begin], weights: Weights, reports: Reports) -> None:
+        """Generates shards. They are opened on different replicas at the same time, because each may have to wait until
+        its replica has generated something."""
         self._weights = weights
-        self.feed.open(key, begin(self._replicas[0]), begin, reports)
+        numbers = [next(self._numbers) % len(self._replicas) for _ in begins]
+        opening = [begin(self._replicas[number]) for number, begin in zip(numbers, begins.values(), strict=True)]
+        for number, (key, begin), opened in zip(numbers, begins.items(), opening, strict=True):
+            self.feed.open(key, opened.result(), begin, reports, number)
 
     def drop(self, keys: Sequence[ShardKey]) -> None:
         """Forgets shards, and cancels their incomplete trajectories on all replicas at once, while they generate."""
@@ -246,9 +262,12 @@ class Replicas:
             while self.feed.wait(number):
                 with self._opening[number]:
                     prompts, begins = self.feed.take(number)
-                    for begin in begins:
-                        begin(replica)
+                    for opened in [begin(replica) for begin in begins]:
+                        opened.result()
                 assert self._weights is not None
+                began = time.monotonic()
                 self.feed.put(number, self._generate(replica, self._weights, prompts))
+                # what is complete meanwhile comes together
+                time.sleep(max(began + PACE_S * len(self._replicas) - time.monotonic(), 0.0))
         except BaseException as error:
             self.feed.fail(error)

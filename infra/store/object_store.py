@@ -246,7 +246,9 @@ class FsspecBackend:
         self.fs.pipe_file(self._path(key), data)
 
     def get(self, key: str) -> bytes:
-        return bytes(self.fs.cat_file(self._path(key)))
+        # otherwise s3fs first asks for the size, to read large objects in parts
+        in_one_request = {"max_concurrency": 1} if "s3" in self.fs.protocol else {}
+        return bytes(self.fs.cat_file(self._path(key), **in_one_request))
 
     def delete_leftovers(self, older_s: float) -> None:
         """Deletes old probe objects. There are no other temporary files, because an object store's writes are

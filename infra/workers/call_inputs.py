@@ -15,7 +15,7 @@ from ratchet.infra.store.run_store import RunStore, is_call_file
 from ratchet.infra.workers.call_log import recorded_of
 from ratchet.infra.workers.calls import C, Call, Experience, ExpertExperience, ReplayedAnswer
 from ratchet.infra.workers.resources import Resources
-from ratchet.infra.workers.rollouts import Journaled, newest
+from ratchet.infra.workers.rollouts import Journaled, JournalRows
 from ratchet.rlhf.batch import TrajectoryBatch
 
 
@@ -79,15 +79,18 @@ class CallInputs:
         """Returns what an earlier driver has generated. A damaged journal is left out: it only saves time."""
         parts, journaled = self._last_journal
         if parts != call.journal:
-            written: list[Mapping[str, Any]] = []
+            written: list[pa.Table] = []
             answers: list[Mapping[str, Any]] = []
             for part in call.journal:
                 try:
-                    rows = self._store.read_shard(part).to_pylist()
+                    rows = self._store.read_shard(part)
                 except Corrupt as damage:
                     note(f"generation restarts without a journal: {damage}")
                 else:
-                    (answers if is_call_file(part.key) else written).extend(rows)
-            journaled = Journaled(newest(written), recorded_of(answers))
+                    if is_call_file(part.key):
+                        answers += rows.to_pylist()
+                    else:
+                        written.append(rows)
+            journaled = Journaled(JournalRows(written), recorded_of(answers))
             self._last_journal = call.journal, journaled
         return journaled

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ratchet.infra.store.records import Weights
 from ratchet.infra.workers.calls import C, Context, RowsCall, S, ShardKey, ShardStart
@@ -23,19 +24,35 @@ Generated = tuple[ShardKey, str]
 """A shard, and the id of one of its trajectories."""
 
 
-def newest(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Indexes the rows of a journal by trajectory id, keeping the newest row of each."""
-    by_id: dict[str, Mapping[str, Any]] = {}
-    for row in rows:
-        other = by_id.setdefault(row["trajectory_id"], row)
-        # replicas that share a restored shard each journal all of its trajectories, but have new tokens of only some
-        if _progress(row) > _progress(other):
-            by_id[row["trajectory_id"]] = row
-    return by_id
+class JournalRows(Mapping[str, Mapping[str, Any]]):
+    """The newest row of each trajectory in the files of a journal. A row is made when it is read: all rows, as
+    Python objects, would take every replica seconds and gigabytes."""
 
+    def __init__(self, tables: Sequence[pa.Table]) -> None:
+        self._tables = tables
+        self._places: dict[str, tuple[int, int]] = {}
+        """Number of the table and of the row, by trajectory id."""
+        most: dict[str, tuple[int, int, bool]] = {}
+        for number, table in enumerate(tables):
+            tokens, turns = (pc.list_value_length(table[name]).to_pylist() for name in ("ids", "turn_rewards"))
+            names, reasons = table["trajectory_id"].to_pylist(), table["finish_reason"].to_pylist()
+            for row, name in enumerate(names):
+                progress = tokens[row], turns[row], bool(reasons[row])
+                # replicas that share a restored shard each journal all of its trajectories, but have new tokens of only
+                # some
+                if name not in most or progress > most[name]:
+                    most[name], self._places[name] = progress, (number, row)
 
-def _progress(row: Mapping[str, Any]) -> tuple[int, int, bool]:
-    return len(row["ids"]), len(row["turn_rewards"]), bool(row["finish_reason"])
+    def __getitem__(self, trajectory_id: str) -> Mapping[str, Any]:
+        number, row = self._places[trajectory_id]
+        [made] = self._tables[number].slice(row, 1).to_pylist()
+        return made  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 @dataclass(frozen=True)

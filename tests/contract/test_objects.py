@@ -15,8 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiobotocore.endpoint import AioEndpoint
 from botocore.exceptions import ClientError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -204,6 +206,31 @@ def test_a_412_in_other_words_than_those_of_aws(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(OSError, match=code) as unknown:
             backend.create("key", b"")
         assert not isinstance(unknown.value, FileExistsError)
+
+
+def test_an_operation_on_s3_is_one_request(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster in virtual time counts on it."""
+    sent: list[str] = []
+    send = AioEndpoint._send
+
+    async def noted(endpoint: AioEndpoint, request: Any) -> Any:
+        sent.append(request.method)
+        return await send(endpoint, request)
+
+    monkeypatch.setattr(AioEndpoint, "_send", noted)
+    objects = ObjectStore(f"{s3}/{uuid.uuid4().hex}")
+    for operation, requests in [
+        (lambda: objects.create("log/0", b"1"), ["PUT"]),
+        (lambda: objects.put("part/0", b"0123"), ["PUT"]),
+        (lambda: objects.get("part/0"), ["GET"]),
+        (lambda: objects.get_if_there("part/1"), ["GET"]),
+        (lambda: objects.read("part/0", 1, 3), ["GET"]),
+        (lambda: objects.list("part/"), ["GET"]),
+        (lambda: objects.delete(["part/0", "part/1", "log/0"]), ["POST"]),
+    ]:
+        operation()
+        assert sent == requests
+        sent.clear()
 
 
 def test_a_missing_bucket_is_named(each_s3: str) -> None:

@@ -31,7 +31,7 @@ from ratchet.infra.execution.replicas import Complete, Feed, Prompt, Replicas, R
 from ratchet.infra.store.records import Weights
 from ratchet.infra.workers.calls import Call, Context, RowsCall, ShardKey, ShardStart
 from ratchet.infra.workers.checkpoints import in_background
-from ratchet.infra.workers.rollouts import JOURNAL, Generated, Journaled, Rollouts, newest
+from ratchet.infra.workers.rollouts import JOURNAL, Generated, Journaled, JournalRows, Rollouts
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
@@ -602,7 +602,8 @@ def test_replicas_that_share_a_shard_journal_and_finish_it_together(loop: StillL
             replica.generate(shard, [f"p0-s{number}"])
         loop.release(list(loop.held), 1)
         written = [replica.shards[key].dialogues[f"p0-s{number}"] for number, replica in enumerate(replicas)]
-        journal = newest(row for replica in replicas for row in replica.rollouts.journal(0, "generate"))
+        parts = [pa.Table.from_pylist(replica.rollouts.journal(0, "generate"), JOURNAL) for replica in replicas]
+        journal = dict(JournalRows(parts))
         assert list(journal.values()) == [dialogue.journaled() for dialogue in written], "a copy that stands still"
     loop.release(list(loop.held), 1)
     for replica in replicas:
@@ -656,16 +657,22 @@ class Feeding(Machine):
         self.writers: dict[ShardKey, dict[str, int | None]] = {}
         """The replica that completed each trajectory of an open shard."""
         self.opened: list[tuple[ShardKey, Any]] = []
-        """The shards that replicas opened, beside the first."""
+        """The shards that replicas opened."""
 
-    @rule(number=st.integers(0, 5), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    def open(self, number: int, sizes: list[int]) -> None:
+    @rule(
+        number=st.integers(0, 5), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), replica=st.integers(0, 2)
+    )
+    def open(self, number: int, sizes: list[int], replica: int) -> None:
         key = ("generate", 0, number)
         if key not in self.writers:
             prompts = [tuple(f"p{row}-s{place}" for place in range(size)) for row, size in enumerate(sizes)]
             self.writers[key] = {name: None for names in prompts for name in names}
             self.queue += [(key, names) for names in prompts]
-            self.feed.open(key, prompts, lambda replica: self.opened.append((key, replica)), self.reports)
+            replica %= len(self.running)
+            self.opened.append((key, replica))
+            self.feed.open(
+                key, prompts, lambda number: cast("Any", self.opened.append((key, number))), self.reports, replica
+            )
 
     @rule(number=st.integers(0, 2))
     def take(self, number: int) -> None:
@@ -690,10 +697,9 @@ class Feeding(Machine):
             assert len(taken) <= share, "it takes what others have room for"
             assert len(taken) == share or not fits, "it waits though it has room"
         for begin in begins:
-            begin(number)
+            begin(cast("Any", number))
         assert len(self.opened) == len(set(self.opened)), "a shard is opened twice on a replica"
-        assert number == 0 or {(key, number) for key, _ in taken} <= set(self.opened)
-        assert not any(replica == 0 for _, replica in self.opened)
+        assert {(key, number) for key, _ in taken} <= set(self.opened)
 
     @rule(number=st.integers(0, 2), data=st.data())
     def put(self, number: int, data: st.DataObject) -> None:
@@ -712,7 +718,7 @@ class Feeding(Machine):
         for report in reports:
             writers = [(name, number) for number, names in report.names.items() for name in names]
             assert sorted(writers) == sorted(expected[report.key].items()), "each trajectory has one writer"
-            opened = {0} | {replica for key, replica in self.opened if key == report.key}
+            opened = {replica for key, replica in self.opened if key == report.key}
             assert report.names.keys() == opened, "a replica keeps it open"
             self.forget(report.key)
 
@@ -741,11 +747,13 @@ class Feeding(Machine):
     def holds(self) -> None:
         running, waiting = sum(map(len, self.running)), sum(len(names) for _, names in self.queue)
         assert self.feed.in_flight == running
-        assert self.feed.has_room or self.writers, "nothing is ever opened"
+        room = self.feed.room
+        assert room or self.writers, "nothing is ever opened"
+        assert room <= len(self.running)
         if self.limit is None:
-            assert self.feed.has_room == (len(self.writers) < len(self.running)), "a shard for each replica"
+            assert room == max(len(self.running) - len(self.writers), 0), "a shard for each replica"
         elif waiting == 0 or waiting >= self.limit * len(self.running):
-            assert self.feed.has_room == (waiting == 0), "enough waits, and no more"
+            assert bool(room) == (waiting == 0), "enough waits, and no more"
 
     def teardown(self) -> None:
         if sys.exception() is None:
@@ -759,16 +767,23 @@ def test_each_trajectory_is_given_to_one_replica() -> None:
     run_state_machine_as_test(Feeding, settings=settings(HISTORIES, max_examples=150, stateful_step_count=30))
 
 
+def in_no_time(replica: Any, prompts: Sequence[tuple[str, ...]] = ()) -> Future[Sequence[tuple[str, ...]]]:
+    """Opens a shard on a replica."""
+    opened = Future[Sequence[tuple[str, ...]]]()
+    opened.set_result(prompts)
+    return opened
+
+
 def test_a_replica_that_fails_is_reported_to_every_stage() -> None:
     feed, error = Feed(2, None), EngineLost("gone")
     stages: list[Reports] = [SimpleQueue(), SimpleQueue()]
     for number, reports in enumerate(stages):
-        feed.open(("generate", number, 0), [("a",)], lambda replica: None, reports)
+        feed.open(("generate", number, 0), [("a",)], in_no_time, reports, 0)
     feed.fail(error)
     assert [reports.get_nowait() for reports in stages] == [error, error]
     assert not feed.wait(1)
     with pytest.raises(EngineLost):
-        feed.open(("generate", 2, 0), [("a",)], lambda replica: None, stages[0])
+        feed.open(("generate", 2, 0), [("a",)], in_no_time, stages[0], 1)
 
 
 class Busy:
@@ -801,6 +816,24 @@ class Busy:
         return [(key, name) for key, names in prompts for name in names]
 
 
+def test_shards_are_opened_on_different_replicas_at_the_same_time() -> None:
+    """Each may have to wait until its replica has generated something."""
+    asked: dict[str, Future[Sequence[tuple[str, ...]]]] = {}
+
+    def begin(replica: Any) -> Future[Sequence[tuple[str, ...]]]:
+        asked[replica] = Future()
+        if len(asked) == 3:
+            for opened in asked.values():
+                opened.set_result([])
+        return asked[replica]
+
+    replicas = Replicas(cast("Any", ["first", "second", "third"]), 2, lambda *_: [])
+    keys = [("generate", 0, shard) for shard in range(3)]
+    replicas.open(dict.fromkeys(keys, begin), Weights(version=0, digest=""), SimpleQueue())
+    replicas.close()
+    assert asked.keys() == {"first", "second", "third"}
+
+
 def test_a_replica_opens_what_it_has_taken_before_it_drops_it() -> None:
     """Otherwise the shard would be opened after it was dropped, for good."""
     opens, may_open, drops = threading.Event(), threading.Event(), threading.Event()
@@ -819,7 +852,7 @@ def test_a_replica_opens_what_it_has_taken_before_it_drops_it() -> None:
             opens.set()
             assert may_open.wait(LIMIT_S)
             calls.append("begin")
-        return [("a",), ("b",)]
+        return in_no_time(replica, [("a",), ("b",)])
 
     first, second = Busy(threading.Barrier(1)), Opening()
     replicas = Replicas(
@@ -828,7 +861,7 @@ def test_a_replica_opens_what_it_has_taken_before_it_drops_it() -> None:
         lambda replica, weights, prompts: cast("Any", replica).generate(prompts),
     )
     key = ("generate", 0, 0)
-    replicas.open(key, Weights(version=0, digest=""), begin, SimpleQueue())
+    replicas.open({key: begin}, Weights(version=0, digest=""), SimpleQueue())
     assert opens.wait(LIMIT_S)
     dropping = in_background(lambda: replicas.drop([key]))
     assert not drops.wait(0.2), "it is asked to drop what it is about to open"
@@ -853,9 +886,9 @@ def test_replicas_drop_a_shard_all_at_once_and_while_they_generate() -> None:
 
         def begin(replica: Any, key: ShardKey = key, prompts: Any = prompts) -> Any:
             replica.begin(key)
-            return prompts
+            return in_no_time(replica, prompts)
 
-        replicas.open(key, Weights(version=0, digest=""), begin, reports)
+        replicas.open({key: begin}, Weights(version=0, digest=""), reports)
     assert all(replica.generates.wait(LIMIT_S) for replica in busy)
     replicas.drop([dropped])
     while (report := reports.get(timeout=LIMIT_S)) is None:

@@ -1,11 +1,13 @@
-"""A cluster in virtual time: the real driver generates an iteration on replicas and an object store that only take
-time; see docs/decisions/047-a-cluster-in-virtual-time.md.
+"""A cluster in virtual time: the real driver generates iterations on replicas and an object store that only take time;
+see docs/decisions/047-a-cluster-in-virtual-time.md.
 """
 
 from __future__ import annotations
 
+import errno
 import heapq
-import time as real_time
+import itertools
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,25 +54,35 @@ class Speeds:
     """Of a trajectory at most."""
     call: float = 0.0005
     """A call to a replica, and again its answer."""
+    driver: float = 0.0008
+    """Of the one core that runs the driver's Python: what Ray takes of it for a call and its answer (measured)."""
     begin: float = 0.001
     """Making a prompt."""
     take: float = 0.0002
     """Sending a trajectory to another replica."""
     write: float = 0.002
     """Making a trajectory's row."""
-    journal: float = 0.5e-6
-    """Writing a token to a journal, or reading it."""
+    journal: float = 0.4e-6
+    """Writing a token to a journal, or giving it to a trajectory that goes on."""
+    read: float = 0.06e-6
+    """Reading a token of a journal."""
     restart: float = 120.0
     """New processes in the place of lost ones, until they hold the weights."""
+    rest: float = 60.0
+    """The rest of an iteration, in which nothing is generated."""
+    recording: float = 0.33
+    """What Prefect takes of an iteration, in the driver's process and in its server (benchmarks.md, "An iteration")."""
     request: float = 0.03
     """A request to the store."""
-    requests_per_s: float = 5500.0
-    """Of the store."""
+    reads_per_s: int = 5500
+    """Requests that the store answers in a second; S3 promises so many for a prefix, and a run may have only one."""
+    writes_per_s: int = 3500
+    """The same for writes."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The trajectories of an iteration."""
+    """The trajectories of iterations."""
 
     replicas: int
     prompts: int
@@ -84,37 +96,93 @@ class Work:
     journal_s: float | None = 30.0
     seed: int = 0
 
-    def tokens(self, shard: int) -> list[int]:
+    @property
+    def shards(self) -> int:
+        return -(-self.prompts // self.prompts_per_shard)
+
+    def tokens(self, iteration: int, shard: int) -> list[int]:
         """Returns the tokens of each trajectory of a shard."""
         count = min(self.prompts_per_shard, self.prompts - shard * self.prompts_per_shard) * self.n
-        drawn = np.random.default_rng([self.seed, shard]).lognormal(np.log(self.median), self.sigma, count)
+        drawn = np.random.default_rng([self.seed, iteration, shard]).lognormal(np.log(self.median), self.sigma, count)
         return np.clip(drawn, 1, self.longest).astype(int).tolist()  # type: ignore[no-any-return]
 
-    @property
-    def all_tokens(self) -> list[int]:
-        shards = -(-self.prompts // self.prompts_per_shard)
-        return [tokens for shard in range(shards) for tokens in self.tokens(shard)]
+    def all_tokens(self, iteration: int = 0) -> list[int]:
+        return [tokens for shard in range(self.shards) for tokens in self.tokens(iteration, shard)]
 
-    def ideal(self, speeds: Speeds) -> float:
-        """Returns the seconds of all tokens on busy replicas, and of the longest trajectory."""
-        tokens = self.all_tokens
-        return sum(tokens) / (self.replicas * speeds.tokens_per_s) + max(tokens) / speeds.tokens_per_s_alone
+    def ideal(self, speeds: Speeds, iteration: int = 0) -> float:
+        """Returns the seconds of all tokens on busy replicas, and then of the longest trajectory alone: the tail of a
+        good schedule, which begins trajectories without knowing how long they become."""
+        return sum(self._least(speeds, iteration))
+
+    def least(self, speeds: Speeds, iteration: int = 0) -> float:
+        """Returns the seconds that no schedule stays below."""
+        return max(self._least(speeds, iteration))
+
+    def _least(self, speeds: Speeds, iteration: int) -> tuple[float, float]:
+        tokens = self.all_tokens(iteration)
+        return sum(tokens) / (self.replicas * speeds.tokens_per_s), max(tokens) / speeds.tokens_per_s_alone
 
 
 class Bucket(Memory):
-    """An object store whose requests take time, and of which only so many are answered per second."""
+    """S3: requests take time, and those beyond so many in a second are refused. Each operation is one request
+    (tests/contract/test_objects.py), but deleting counts each object, because S3 does."""
 
     def __init__(self, time: VirtualTime, speeds: Speeds) -> None:
         super().__init__()
         self.time, self.speeds = time, speeds
-        self.by_second: Counter[int] = Counter()
-        self._free = 0.0
+        self.by_second = Counter[tuple[str, str, int]]()
+        """Requests by folder (`all`: the whole run), `reads` or `writes`, and second."""
+        self.written = Counter[str]()
+        """Bytes by folder."""
+        self.refused = 0
 
-    def _request(self, kind: str, operation: Callable[[], T]) -> T:
-        self._free = max(self._free, self.time.now) + 1 / self.speeds.requests_per_s
-        self.time.sleep(self._free - self.time.now + self.speeds.request)
-        self.by_second[int(self.time.now)] += 1
-        return super()._request(kind, operation)
+    def create(self, key: str, data: bytes) -> None:
+        self._arrives("writes", [key])
+        super().create(key, data)
+        self.written[folder_of(key)] += len(data)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._arrives("writes", [key])
+        super().put(key, data)
+        self.written[folder_of(key)] += len(data)
+
+    def get(self, key: str) -> bytes:
+        self._arrives("reads", [key])
+        return super().get(key)
+
+    def list(self, prefix: str) -> list[str]:
+        self._arrives("reads", [prefix])
+        return super().list(prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._arrives("writes", keys)
+        super().delete([*keys])
+
+    def _arrives(self, kind: str, keys: Sequence[str]) -> None:
+        limit = self.speeds.reads_per_s if kind == "reads" else self.speeds.writes_per_s
+        second = int(self.time.now)
+        is_refused = self.by_second["all", kind, second] >= limit
+        if not is_refused:
+            self.by_second["all", kind, second] += len(keys)
+            for key in keys:
+                self.by_second[folder_of(key), kind, second] += 1
+        self.time.sleep(self.speeds.request)
+        if is_refused:
+            self.refused += 1
+            raise OSError(errno.EBUSY, "503 SlowDown")
+
+    def most_per_s(self) -> dict[tuple[str, str], int]:
+        """Returns the most requests in a second, by folder and kind."""
+        most = Counter[tuple[str, str]]()
+        for (folder, kind, _), requests in self.by_second.items():
+            most[folder, kind] = max(most[folder, kind], requests)
+        return dict(most)
+
+
+def folder_of(key: str) -> str:
+    """Returns the folder of a run, such as `trajectories/generate`."""
+    first, _, rest = key.partition("/")
+    return f"{first}/{rest.partition('/')[0]}" if first == "trajectories" else first
 
 
 class Engine:
@@ -203,6 +271,7 @@ class Process:
 
     def submit(self, method: Callable[..., T], *arguments: Any) -> Future[T]:
         answer = Future[T](self.time)
+        self.cluster.calls[method.__name__] += 1
         self.unanswered.add(answer)
         queue = self._queues["beside" if method in BESIDE else "do"]
         queue.put((lambda: getattr(self, method.__name__)(*arguments), answer))
@@ -232,22 +301,24 @@ class Process:
     def begin(self, request: RowsCall[Any, Any]) -> tuple[tuple[str, ...], ...]:
         work, (stage, iteration, shard) = self.cluster.work, request.key
         if request.key not in self.open:
-            tokens = work.tokens(shard)
+            tokens = work.tokens(iteration, shard)
             names = [f"{stage}-{iteration}-{shard}-{place}" for place in range(len(tokens))]
             prompts = tuple(tuple(names[first : first + work.n]) for first in range(0, len(names), work.n))
             self.time.sleep(self.cluster.speeds.begin * len(prompts))
-            journaled = self._journaled(request.call.journal)
+            all_journaled = self._journaled(request.call.journal)
+            journaled = {name: all_journaled[name] for name in names if name in all_journaled}
+            self.time.sleep(self.cluster.speeds.journal * sum(journaled.values()))
             self.open[request.key] = Open(prompts, dict(zip(names, tokens, strict=True)), journaled)
         return self.open[request.key].prompts
 
     def _journaled(self, parts: tuple[ShardRef, ...]) -> dict[str, int]:
-        """Returns the tokens of trajectories in a journal; as in `CallInputs`, the last one is kept."""
+        """Returns the tokens of trajectories in a journal. As in `CallInputs`, the last one is kept."""
         if self._journal[0] != parts:
             journaled: dict[str, int] = {}
             for part in parts:
                 self.cluster.store.objects.get_if_there(part.key)
                 journaled |= self.cluster.journals[part.key]
-            self.time.sleep(self.cluster.speeds.journal * sum(journaled.values()))
+            self.time.sleep(self.cluster.speeds.read * sum(journaled.values()))
             self._journal = parts, journaled
         return self._journal[1]
 
@@ -335,6 +406,8 @@ class Replica:
         return self.submit(method, *arguments).result()
 
     def submit(self, method: Callable[..., T], *arguments: Any) -> Future[T]:
+        with self.cluster.core:
+            self.cluster.time.sleep(self.cluster.speeds.driver)
         return self.cluster.process(self.number).submit(method, *arguments)
 
     handed = submit
@@ -351,14 +424,26 @@ class Iteration:
 
     seconds: float
     ideal: float
+    least: float
+    """See `Work.least`."""
     cpu_s: float
-    """CPU seconds of driver and simulation."""
+    """CPU seconds of the driver's code."""
+    calls: Counter[str]
+    """Calls to replicas, by method."""
     requests: Counter[str]
-    most_requests_per_s: int
+    """Requests to the store, by kind."""
+    most_per_s: Mapping[tuple[str, str], int]
+    """See `Bucket.most_per_s`."""
+    redrawn: float
+    """Tokens that were drawn again, because their replicas were lost."""
     left_open: int
     """Shards that replicas still hold."""
     least_busy: float
     """Of all replicas, the smallest share of the tokens that it could have drawn until its last trajectory began."""
+    core: float
+    """The share of a core that the driver takes: its code, and Ray's for its calls."""
+    written: Counter[str] = field(default_factory=Counter)
+    """Bytes written into the store until the iteration was closed, by folder."""
 
     @property
     def ratio(self) -> float:
@@ -372,16 +457,24 @@ class Cluster:
         self.work, self.speeds = work, speeds
         self.time = VirtualTime()
         self.bucket = Bucket(self.time, speeds)
+        self.core = Lock(self.time)
+        """Of the driver."""
         self.journals: dict[str, dict[str, int]] = {}
         """Tokens by trajectory, by journal."""
         self.kept = 0
         """Tokens that were not drawn again after a loss."""
+        self.calls = Counter[str]()
+        self.losses = 0
+        self._lost_tokens = 0.0
+        """Drawn by replicas that were lost."""
         self.notes: list[str] = []
         self._processes: list[Process] = []
         self._starting = Lock(self.time)
 
     @contextmanager
     def driver(self) -> Iterator[Driver]:
+        randomness = random.getstate()
+        random.seed(self.work.seed)  # the store's backoff is random
         with self.time.in_modules(IN_VIRTUAL_TIME):
             self.store = RunStore(ObjectStore("memory", self.bucket, clock=self.time))
             config = config_of(self.work)
@@ -400,6 +493,7 @@ class Cluster:
                 if driver.rollout.replicas is not None:
                     driver.rollout.replicas.close()
                 self.lose()
+                random.setstate(randomness)
 
     def _start(self) -> None:
         self._processes = [Process(self, number) for number in range(self.work.replicas)]
@@ -413,6 +507,8 @@ class Cluster:
 
     def lose(self) -> None:
         """A process dies, and with it its group."""
+        self._lost_tokens += sum(process.engine.tokens for process in self._processes)
+        self.losses += 1
         ended, self._processes = self._processes, []
         for process in ended:
             process.end(GroupLost("a process died"))
@@ -424,26 +520,61 @@ class Cluster:
 
         self.time.start(lose)
 
+    def lose_every(self, seconds: float) -> None:
+        """A process dies once in every so many seconds, at a moment that depends on the seed."""
+        rng = np.random.default_rng(self.work.seed)
+
+        def lose() -> None:
+            for number in itertools.count():
+                self.time.sleep((number + rng.random()) * seconds - self.time.now)
+                self.lose()
+
+        self.time.start(lose)
+
+    def iterations(self, driver: Driver, count: int) -> list[Iteration]:
+        """Generates and closes iterations."""
+        done = []
+        for _ in range(count):
+            before = Counter(self.bucket.written)
+            iteration, _ = self.generated(driver)
+            self.time.sleep(self.speeds.rest + self.speeds.recording)
+            driver.store.close({"loss": 0.0})
+            done.append(replace(iteration, written=self.bucket.written - before))
+        return done
+
+    @property
+    def drawn(self) -> float:
+        """Tokens that all engines have drawn."""
+        for process in self._processes:
+            process.engine.go_on()
+        return self._lost_tokens + sum(process.engine.tokens for process in self._processes)
+
     def generated(self, driver: Driver) -> tuple[Iteration, Manifest]:
         """Generates the open iteration; tries again after a loss, as the stage's task does."""
         stage = replace(GENERATE, outside=(), draws=None, replays=None)
-        began, cpu = self.time.now, real_time.process_time()
-        self.bucket.requests.clear()
-        self.bucket.by_second.clear()
+        number = driver.state.iteration
+        began, cpu, drawn = self.time.now, self.time.cpu_s["driver"], self.drawn
+        for counted in (self.bucket.requests, self.bucket.by_second, self.calls):
+            counted.clear()
         for wait_s in (*recording.WAITS_S, None):
             try:
-                manifest, _ = run_rows(driver, stage, driver.state.iteration, {}, StageHandle("generate"))
+                manifest, _ = run_rows(driver, stage, number, {}, StageHandle("generate"))
                 break
             except GroupLost:
                 if wait_s is None:
                     raise
                 self.time.sleep(wait_s)
+        seconds, cpu_s = self.time.now - began, self.time.cpu_s["driver"] - cpu
         iteration = Iteration(
-            seconds=self.time.now - began,
-            ideal=self.work.ideal(self.speeds),
-            cpu_s=real_time.process_time() - cpu,
+            seconds=seconds,
+            ideal=self.work.ideal(self.speeds, number),
+            least=self.work.least(self.speeds, number),
+            cpu_s=cpu_s,
+            core=(cpu_s + self.speeds.driver * self.calls.total()) / seconds,
+            calls=Counter(self.calls),
             requests=Counter(self.bucket.requests),
-            most_requests_per_s=max(self.bucket.by_second.values()),
+            most_per_s=self.bucket.most_per_s(),
+            redrawn=self.drawn - drawn - sum(self.work.all_tokens(number)),
             left_open=sum(len(process.open) for process in self._processes),
             least_busy=min(process.engine.busy for process in self._processes),
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+import time as real_time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace, TracebackType
@@ -28,8 +29,8 @@ class NothingHappens(BaseException):
 class _Task:
     """A thread that runs, is due, or waits."""
 
-    def __init__(self, runs: greenlet) -> None:
-        self.runs = runs
+    def __init__(self, runs: greenlet, kind: str) -> None:
+        self.runs, self.kind = runs, kind
         self.waits = 0
         """Number of the wait; a deadline of an earlier wait has no effect."""
         self.is_waiting = False
@@ -40,16 +41,18 @@ class VirtualTime:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.current = self._main = _Task(getcurrent())
+        self.cpu_s = Counter[str]()
+        """Real CPU seconds of the code under test (`driver`), and of what is simulated around it (`cluster`)."""
+        self.current = self._main = _Task(getcurrent(), "driver")
         self._due: deque[_Task] = deque()
         self._deadlines: list[tuple[float, int, _Task, int]] = []
         self._numbers = itertools.count()
         self._scheduler = greenlet(self._schedule)
 
-    def start(self, run: Callable[[], None]) -> None:
+    def start(self, run: Callable[[], None], kind: str = "cluster") -> None:
         """Starts a thread, which runs once the others wait."""
 
-        self._due.append(_Task(greenlet(run, self._scheduler)))
+        self._due.append(_Task(greenlet(run, self._scheduler), kind))
 
     def wait(self, timeout: float | None = None) -> None:
         """Lets others run until `wake` is called for this thread, or for so many seconds."""
@@ -83,8 +86,10 @@ class VirtualTime:
                 if task.is_waiting and task.waits == number:
                     self.now = max(self.now, at)
                     self.wake(task)
-            self.current = self._due.popleft() if self._due else self._main
-            self.current.runs.switch()
+            task = self.current = self._due.popleft() if self._due else self._main
+            began = real_time.thread_time()
+            task.runs.switch()
+            self.cpu_s[task.kind] += real_time.thread_time() - began
 
     def namespace(self) -> SimpleNamespace:
         """Returns what takes the place of the module `threading`."""
@@ -204,7 +209,7 @@ class Thread:
             self._target(*self._args)
             self._ended.set()
 
-        self._time.start(run)
+        self._time.start(run, "driver")
 
     def join(self, timeout: float | None = None) -> None:
         self._ended.wait(timeout)
