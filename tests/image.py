@@ -4,6 +4,7 @@ Debian that debootstrap makes, which stands for `python:3.11-slim`. `make builda
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -73,5 +74,5 @@ class Images:
         self.buildah("rm", name)
 
     def entrypoint(self, container: str) -> list[str]:
-        shown = self.buildah("inspect", "--format", '{{join .OCIv1.Config.Entrypoint "\\n"}}', container)
-        return shown.split("\n")
+        shown = json.loads(self.buildah("inspect", container))
+        return list(shown["OCIv1"]["config"]["Entrypoint"])

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterDeploymentId,
 )
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 from ratchet.flows.train import train
 from ratchet.rlhf.config import RunConfig
@@ -116,6 +119,59 @@ def test_each_start_can_be_a_run_of_its_own(config: RunConfig, prefect_server: s
     runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert len(runs) == 2
     assert all(name.startswith(f"{config.run.name}-") for name in runs)
+
+
+def test_a_team_keeps_its_deployments_in_git(config: RunConfig, prefect_server: str, tmp_path: Path) -> None:
+    config = config.with_values({"train.iterations": 1, "run.name": f"in-git-{os.getpid()}"})
+    pool, path = f"in-git-{os.getpid()}", tmp_path / "prefect.yaml"
+    options = ("--pool", pool, "--every", "60", "--new-runs", "--work-queue", "nightly", "--prefect-yaml", str(path))
+    deploy(config, tmp_path, *options)
+    with SyncPrefectClient(prefect_server) as client:
+        with pytest.raises(ObjectNotFound):
+            client.read_deployment_by_name(f"train/{config.run.name}")
+        prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(path))
+        prefect("automation", "create", "--from-file", str(path))
+        train = client.read_deployment_by_name(f"train/{config.run.name}")
+        assert [schedule.schedule.interval for schedule in train.schedules] == [timedelta(minutes=60)]  # type: ignore[union-attr]
+        assert (train.work_queue_name, train.parameters["new_run"]) == ("nightly", True)
+        assert train.global_concurrency_limit is not None and train.global_concurrency_limit.limit == 1
+        made = {name: client.read_automations_by_name(name) for name in AUTOMATIONS}
+        for same in made.values():
+            assert len({str(automation.trigger.model_dump(exclude={"id"})) for automation in same}) == 1
+            client.delete_automation(same[0].id)  # of two, if another test has registered them, too
+
+        flow_run = client.create_flow_run_from_deployment(train.id, parameters={**train.parameters, "new_run": False})
+        subprocess.run([*RATCHET, "worker", "--pool", pool, "--once"], check=True, timeout=900)
+        assert client.read_flow_run(flow_run.id).state_name == "Completed"
+    again = subprocess.run(
+        [*RATCHET, "deploy", str(tmp_path / "deployed.yaml"), *options], capture_output=True, text=True
+    )
+    assert again.returncode == 2 and f"{path} exists: name another file, or delete it" in again.stderr.replace("\n", "")
+
+
+def test_a_flow_run_that_cannot_start_is_tried_again_and_fails_with_the_reason(
+    config: RunConfig, worker: str, prefect_server: str, tmp_path: Path
+) -> None:
+    deploy(config, tmp_path, "--pool", worker, "--job-variable", "working_dir=/nowhere")
+    with SyncPrefectClient(prefect_server) as client:
+        deployed = client.read_deployment_by_name(f"train/{config.run.name}")
+        flow_run = client.create_flow_run_from_deployment(deployed.id)
+        wait(lambda: client.read_flow_run(flow_run.id).state_type == StateType.FAILED)
+        states = sorted(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
+    crashes = [state for state in states if state.is_crashed()]
+    assert len(crashes) == 4
+    assert all("/nowhere" in str(crash.message) for crash in crashes)
+    pauses = [
+        (after.timestamp - before.timestamp).total_seconds()
+        for before, after in pairwise(states)
+        if before.is_crashed() and after.is_scheduled()
+    ]
+    assert pauses[0] < 60 <= min(pauses[1:]), "at once, and then after a pause"
+    assert states[-1].message == "it crashed 4 times within 15 minutes: the last Crashed state says why"
+
+
+def prefect(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "prefect", *arguments], check=True, timeout=900)
 
 
 def automations(url: str) -> set[str]:
