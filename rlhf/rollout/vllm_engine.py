@@ -410,13 +410,22 @@ class VLLMRollout(RolloutEngine):
                     raise EngineLost(
                         f"the last vLLM was killed, but holds its memory: {child_processes.described(_lingering)}"
                     )
-                if self.on_gpu and not self._has_started:
-                    device_memory.await_room(self.options["gpu_memory_utilization"], accelerator.free_and_total)
+                if self.on_gpu:
+                    self._await_room()
                 self._asleep, self._has_started = set(), True
                 # seeds requests that have no seed; the same noise after a restart would repeat earlier draws
                 options = {**self.options, "seed": secrets.randbits(32)}
                 self._child = VLLMProcess(self.scratch, options, self.environment(), self.timeout_s)
             return self._child
+
+    def _await_room(self) -> None:
+        """Waits until vLLM fits on the GPU, which may still count the memory of processes that have ended."""
+        try:
+            device_memory.await_room(self.options["gpu_memory_utilization"])
+        except UserError as error:
+            if not self._has_started:
+                raise
+            raise EngineLost(f"vLLM cannot start again: {error}") from None  # it fitted before, so it is tried again
 
     def environment(self) -> dict[str, str]:
         """Returns the environment variables that vLLM's process gets in addition to this process's."""

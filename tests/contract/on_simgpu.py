@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from ratchet.rlhf import child_processes
 from ratchet.rlhf.algorithms import PPOClip
 from ratchet.rlhf.algorithms.objectives import ActorObjective, Objective
 from ratchet.rlhf.algorithms.policy_losses import PolicyLossBase, SelectingLoss
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.distributed import accelerator
+from ratchet.rlhf.errors import EngineLost, UserError
+from ratchet.rlhf.rollout import device_memory
 from ratchet.rlhf.train.engine import TrainEngine
 from tests.contract.test_train_engines import PLAN, Kind, kind_of
 from tests.simulated import device
+from tests.unit.test_child_processes import is_killed, on_stand_in, workers
 
 GPU = torch.device(device.NAME)
 
@@ -62,12 +67,16 @@ def test_it_has_a_size() -> None:
     before = torch.accelerator.memory_allocated()
     tensor = torch.empty(2**20, device=GPU)
     assert torch.accelerator.memory_allocated() - before == 4 * 2**20
+    torch.accelerator.empty_cache()
     free, total = accelerator.free_and_total()
     assert total == 80 * device.GIB
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(free + 1, dtype=torch.uint8, device=GPU)
     del tensor
     assert torch.accelerator.memory_allocated() == before
+    assert accelerator.free_and_total()[0] == free, "PyTorch keeps it for the next tensor"
+    torch.accelerator.empty_cache()
+    assert accelerator.free_and_total()[0] == free + 4 * 2**20
 
 
 def test_it_reports_what_the_host_waits_for() -> None:
@@ -196,3 +205,77 @@ def test_making_room_frees_the_device(policy_folder: Path) -> None:
     assert built.digest() == digest
     built.place(model=True, optimizer=True)
     assert built.digest() == digest
+
+
+VLLM = {"on_gpu": True, "gpu_memory_utilization": 0.5, "tensor_parallel": 2}
+"""Its weights go through host memory, which the simulated GPU can."""
+
+
+@pytest.fixture
+def small_gpu() -> Iterator[None]:
+    """A GPU of 1 GiB, whose memory others may hold."""
+    device.enable(device.GIB)
+    yield
+    device.others_hold(0)
+    device.enable()
+
+
+def test_vllm_starts_again_once_the_memory_of_its_dead_workers_is_free(
+    small_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver may count memory for a while after the process that held it has ended."""
+    with on_stand_in(tmp_path, **VLLM) as engine:
+        engine.load_weights([])
+        [worker] = workers()
+        device.others_hold(device.GIB // 2 + device.GIB // 4)
+        is_killed(engine, worker)
+        assert child_processes.remaining([worker]) == []
+        readings: list[int] = []
+
+        def read() -> tuple[int, int]:
+            readings.append(len(workers()))
+            if len(readings) == 3:
+                device.others_hold(0)
+            return free_and_total()
+
+        free_and_total = accelerator.free_and_total
+        monkeypatch.setattr(accelerator, "free_and_total", read)
+        engine.load_weights([])
+        assert readings == [0, 0, 0], "it starts when the memory is there, and not before"
+        assert len(workers()) == 1
+
+
+def test_vllm_that_cannot_start_again_says_what_holds_the_memory(
+    small_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again, as after every loss; what fitted once fits once the memory comes back."""
+    monkeypatch.setattr(device_memory, "ROOM_S", 0.0)
+    with on_stand_in(tmp_path, **VLLM) as engine:
+        engine.load_weights([])
+        is_killed(engine, workers()[0])
+        tensors = torch.empty(device.GIB * 3 // 8, dtype=torch.uint8, device=GPU)
+        device.others_hold(device.GIB // 2)
+        with pytest.raises(
+            EngineLost, match=r"cannot start again: .*tensors of this process 0\.4 \+ other processes 0\.5"
+        ):
+            engine.load_weights([])
+        device.others_hold(0)
+        engine.load_weights([])
+        del tensors
+
+
+def test_vllm_that_never_fitted_is_a_mistake_of_the_user(
+    small_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "ROOM_S", 0.0)
+    device.others_hold(device.GIB * 7 // 8)
+    with on_stand_in(tmp_path, **VLLM) as engine, pytest.raises(UserError, match=r"lower it to 0\.12, or let"):
+        engine.load_weights([])
+
+
+def test_memory_that_pytorch_only_keeps_is_vllms(small_gpu: None, tmp_path: Path) -> None:
+    """Such as that of the activations of the last update."""
+    with on_stand_in(tmp_path, **VLLM) as engine:
+        torch.empty(device.GIB * 3 // 4, dtype=torch.uint8, device=GPU)
+        assert accelerator.free_and_total()[0] < device.GIB // 2
+        engine.load_weights([])
