@@ -127,6 +127,7 @@ def rows(count: int) -> TrajectoryBatch:
             "values": per_token(),
             "old_log_probs": per_token(-4.5),
             "ref_log_probs": per_token(-4.5),
+            "selection_noise": rng.random((count, 4)).tolist(),
         }
     )
 
@@ -143,6 +144,8 @@ def waits(engine: TrainEngine, objective: Objective, micro_batches: int) -> Coun
 
 PER_MINI_BATCH = {("synchronize", "item"): 1, ("to host", "copy"): 1}
 """The gradient's norm, which decides whether there is a step, and all metrics."""
+SELECTING = {("synchronize", "item"): 4}
+"""The numbers of the mini-batch's tokens, twice, of its trajectories, and of the tokens that may be selected."""
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True}], ids=str)
@@ -162,16 +165,17 @@ def losses(of: Any) -> set[Any]:
     return below or {of}
 
 
-# a selection compares all tokens of the mini-batch, and then waits more often, but not for each micro-batch
-PER_TOKEN = sorted({PPOClip, *losses(PolicyLossBase)} - losses(SelectingLoss), key=lambda loss: loss.__name__)
-
-
-@pytest.mark.parametrize("loss", PER_TOKEN)
-def test_no_loss_waits(loss: type[PolicyLossBase], policy_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "loss", sorted({PPOClip, *losses(PolicyLossBase)}, key=lambda loss: loss.__name__), ids=lambda loss: loss.__name__
+)
+def test_no_loss_waits_for_micro_batches(loss: type[PolicyLossBase], policy_folder: Path) -> None:
+    expected = Counter(PER_MINI_BATCH)
+    if issubclass(loss, SelectingLoss):
+        expected += SELECTING
     objective = ActorObjective(loss(), kl_in_loss=0.1, kl_estimator="k3", entropy_coef=0.01, on_policy=False)
     built = Kind("torch", "policy", policy_folder, objective, (), "").build()
     for micro_batches in (2, 7):
-        assert waits(built, objective, micro_batches) == PER_MINI_BATCH
+        assert waits(built, objective, micro_batches) == expected
 
 
 @pytest.mark.parametrize("mixture", ["qwen3_moe", "mixtral"])
