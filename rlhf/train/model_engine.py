@@ -424,7 +424,7 @@ class ModelEngine(InferenceEngine, ABC):
             yield piece.rows, self._micro_batch(batch, computed, layout)
 
     def _micro_batch(self, batch: TrajectoryBatch, piece: Piece, layout: Layout) -> MicroBatch:
-        return MicroBatch.of(batch, piece.rows, layout, varlen=self.module.varlen)
+        return MicroBatch.of(batch, piece.rows, layout, varlen=self.module.varlen, team=self.module.team)
 
     def _split(self, batch: TrajectoryBatch, budget: int, together: int = 1) -> tuple[Layout, list[list[Piece]]]:
         """Chooses the layout of a batch's micro-batches, and their rows by team; the same on every rank."""
@@ -467,7 +467,8 @@ class ModelEngine(InferenceEngine, ABC):
         assert not self.weights_buffers.in_use, "the weights are not on the device"
         copies = micro.copies if with_router else None
         ids, positions, shared = micro.input_ids, micro.position_ids, micro.shared
-        return self._call(ids, positions, micro.at, micro.targets, temperature, tuple(outputs), shared, copies)
+        targets, names = (micro.at, micro.targets), tuple(outputs)
+        return self._call(ids, positions, *targets, temperature, names, shared, copies, micro.own)
 
     def _from_all(self, values: np.ndarray) -> np.ndarray:
         """Combines the values of all ranks, each of which has filled in its own rows and left the others 0."""

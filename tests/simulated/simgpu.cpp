@@ -414,6 +414,8 @@ bool waits(const std::string& name, const std::vector<at::Tensor>& arguments) {
       "aten::repeat_interleave", "aten::nonzero.out", "aten::masked_select.out"};
   if (names.count(name)) return true;
   if (name.rfind("aten::index", 0) != 0 && name.rfind("aten::_index_put", 0) != 0) return false;
+  // to set where a mask is true to a number, a GPU needs no shape (PyTorch makes the number a tensor of the device)
+  if (name.find("index_put") != std::string::npos && arguments.back().dim() == 0) return false;
   for (size_t number = 1; number < arguments.size(); number++)
     if (arguments[number].scalar_type() == at::kBool && arguments[number].dim()) return true;
   return false;
