@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ratchet.infra.workers.batching import Together
 from ratchet.rlhf.algorithms import PPOClip
 from ratchet.rlhf.algorithms.objectives import ActorObjective
 from ratchet.rlhf.algorithms.optimizers import AdamW
@@ -270,6 +271,34 @@ def test_experts_are_not_padded(count: int) -> None:
     )
     passes = -(-max(4, count) * (PROMPT + RESPONSE) // BUDGET // count)  # micro-batches of a rank
     assert gathered <= 1.02 * 2 * ledger.parameters * passes
+
+
+def gathered(together: bool) -> int:
+    """How often one of 512 ranks gathers weights for the log-probs of 16 shards with 128 trajectories each."""
+    device.enable(size=HUGE)
+    with device.hollow(511, 512):
+        with without_memory():
+            built = AutoModelForCausalLM.from_config(config_of("7 B", 1), attn_implementation="sdpa")
+        engine = FSDPEngine(built, "policy", dtype="bfloat16", trainable=False)
+        engine._give_memory()
+        shards = [trajectories(128, response=64) for _ in range(16)]
+        calls = [shards] if together else [[shard] for shard in shards]
+        with device.reported() as reports:
+            for call in calls:
+                asked = Together(lambda: engine, call)
+                for shard in call:
+                    asked.infer(shard, ("log_probs",), temperature=1.0, micro_batch_tokens=BUDGET)
+    return sum(operation == "all_gather of 512" for _, operation, size in reports if size > 2**10)
+
+
+def test_shards_are_dealt_together() -> None:
+    """Each shard alone has a trajectory for every fourth rank: the others would compute one for nothing.
+
+    The only layer is gathered in each round, all else once.
+    """
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        together, alone = pool.map(gathered, [True, False], chunksize=1)
+    assert (together, alone) == (4 + 1, 16 + 1)
 
 
 def test_a_head_is_computed_in_pieces() -> None:
