@@ -199,7 +199,10 @@ def losses(of: Any) -> set[Any]:
     return below or {of}
 
 
-@pytest.mark.parametrize("loss", sorted(losses(PolicyLossBase) | {PPOClip}, key=lambda loss: loss.__name__))
+LOSSES = sorted(losses(PolicyLossBase) | {PPOClip}, key=lambda loss: loss.__name__)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_no_loss_waits_for_micro_batches(loss: type[PolicyLossBase], policy_folder: Path) -> None:
     expected = Counter(PER_MINI_BATCH)
     if issubclass(loss, SelectingLoss):
