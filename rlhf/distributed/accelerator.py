@@ -108,6 +108,13 @@ def allocated() -> int:
     return torch.accelerator.memory_allocated()
 
 
+def reserved() -> int:
+    """Returns the bytes of the GPU's memory that torch holds, for tensors or for later ones."""
+    import torch
+
+    return torch.accelerator.memory_reserved()
+
+
 def peaks() -> tuple[int, int]:
     """Returns the peaks of tensors' memory, and of what torch reserved for them, since the process began or
     `reset_peaks`; in bytes."""

@@ -14,17 +14,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ratchet.rlhf.distributed import ranks
+from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.prefix_sharing import attention_kinds
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Float, Int
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ratchet.rlhf.models.segments import Segments
 
 NAME = "ratchet_sequence_parallel"
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """Those of a micro-batch's response tokens that are in a process's share of the sequences."""
+
+    tokens: Int[Tensor, " mine"]
+    """Their numbers."""
+    at: Int[Tensor, " mine"]
+    """Their indices in the flattened share."""
+
+    def to(self, device: torch.device) -> OwnTokens:
+        """Returns them on a device."""
+        return OwnTokens(accelerator.placed(self.tokens, device), accelerator.placed(self.at, device))
 
 
 @dataclass(frozen=True)
@@ -68,23 +82,19 @@ class Team:
             return ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return ids, torch.nn.functional.pad(position_ids, (0, missing))
 
-    def mine(self, at: Int[Tensor, " tokens"], time: int) -> tuple[Bool[Tensor, " tokens"], Int[Tensor, " mine"]]:
-        """Locates indices, in the flattened whole input with sequences of `time` tokens, in this process's share.
+    def own(self, at: Int[Tensor, " tokens"], time: int) -> OwnTokens:
+        """Finds tokens in this process's share by their indices in the flattened sequences of `time` tokens.
 
-        Returns:
-            A mask of the indices in this process's share, shape (tokens,), and those indices in the flattened share.
+        The indices are on the host: how many tokens a process has would be a number to wait for on a GPU.
         """
-        width = time // self.size
+        width = -(-time // self.size)
         sequence, position = at // time, at % time
-        is_mine = position // width == self.index
-        return is_mine, (sequence * width + position % width)[is_mine]
+        tokens = (position // width == self.index).nonzero().flatten()
+        return OwnTokens(tokens, (sequence * width + position % width)[tokens])
 
-    def whole(self, values: Float[Tensor, " mine"], is_mine: Bool[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-        """Combines the values of all members; gradients flow only to this process's values.
-
-        `values` has shape (own tokens,), the mask `is_mine` and the result (tokens,).
-        """
-        return self.summed(values.new_zeros(is_mine.shape).masked_scatter(is_mine, values))
+    def whole(self, values: Float[Tensor, " mine"], own: OwnTokens, count: int) -> Float[Tensor, " tokens"]:
+        """Combines the values of all members, of so many tokens; gradients flow only to this process's values."""
+        return self.summed(values.new_zeros(count).index_copy(0, own.tokens, values))
 
     def summed(self, local: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Sums a tensor over the members; gradients flow only to this process's share."""

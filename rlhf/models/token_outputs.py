@@ -22,7 +22,7 @@ from ratchet.rlhf.models.kernels import apply_liger, compile_layers, compiled, l
 from ratchet.rlhf.models.prefix_sharing import agree
 from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
 from ratchet.rlhf.models.router_loss import RouterLoss
-from ratchet.rlhf.models.sequence_parallel import Team
+from ratchet.rlhf.models.sequence_parallel import OwnTokens, Team
 from ratchet.rlhf.models.truncated import truncated
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class TokenOutputs(torch.nn.Module):
         outputs: tuple[str, ...],
         shared: SharedPrompts | Segments | None = None,
         copies: Int[Tensor, "sequences time"] | None = None,
+        own: OwnTokens | None = None,
     ) -> dict[str, Tensor]:
         """Computes outputs at selected positions.
 
@@ -128,6 +129,8 @@ class TokenOutputs(torch.nn.Module):
             shared: how the tokens of a row of several sequences attend to each other; None: each row is a sequence.
             copies: number of sequences that each token is part of, shape (sequences, time); None: the router's
                 auxiliary loss is not computed.
+            own: the targets in this process's share, if a team splits the sequences; None: they are found, for which a
+                GPU waits.
 
         Returns:
             Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats and `sum_pi_squared`, `values`,
@@ -143,24 +146,22 @@ class TokenOutputs(torch.nn.Module):
         team = self.team
         before = input_ids.shape[1]
         input_ids, positions = team.padded(input_ids, position_ids)
-        time = input_ids.shape[1]
-        # padding changes the indices in the flattened input
-        is_local, local_at = team.mine(at // before * time + at % before, time)
+        own = team.own(at.cpu(), before).to(at.device) if own is None else own
         attend: dict[str, Any] = {"team": team, "segments": shared}
         if copies is not None:
-            copies = team.share(torch.nn.functional.pad(copies, (0, time - before)))
+            copies = team.share(torch.nn.functional.pad(copies, (0, input_ids.shape[1] - before)))
         local = self._of_tokens(
             team.share(input_ids),
             team.share(positions),
-            local_at,
-            targets[is_local],
+            own.at,
+            targets.index_select(0, own.tokens),
             temperature,
             outputs,
             copies,
             **attend,
         )
         router = {ROUTER_LOSS: local.pop(ROUTER_LOSS)} if copies is not None else {}
-        return {name: team.whole(values, is_local) for name, values in local.items()} | router
+        return {name: team.whole(values, own, len(at)) for name, values in local.items()} | router
 
     def _of_tokens(
         self,

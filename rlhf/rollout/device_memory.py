@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from ratchet.rlhf.config.roles import ROLES
+from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.model_folders import model_folder, parameter_count
 
@@ -93,16 +94,19 @@ def check_fits(utilization: float, total: float, held: Mapping[str, float]) -> N
     )
 
 
-def await_room(
-    utilization: float, free_and_total: Callable[[], tuple[int, int]], *, wait_s: float = ROOM_S, every_s: float = 0.2
-) -> None:
-    """Waits until vLLM can have the share of a GPU that it asks for; raises UserError after `wait_s` seconds."""
+def await_room(utilization: float) -> None:
+    """Waits until vLLM can have the share of this process's GPU that it asks for.
+
+    Raises UserError if it cannot after `ROOM_S` seconds.
+    """
+    accelerator.empty_cache(accelerator.device())
     for attempt in Retrying(
-        retry=retry_if_exception_type(UserError), stop=stop_after_delay(wait_s), wait=wait_fixed(every_s), reraise=True
+        retry=retry_if_exception_type(UserError), stop=stop_after_delay(ROOM_S), wait=wait_fixed(0.2), reraise=True
     ):
         with attempt:
-            free, total = free_and_total()
-            check_fits(utilization, total, {"other models and processes": total - free})
+            free, total = accelerator.free_and_total()
+            own = accelerator.reserved()
+            check_fits(utilization, total, {"tensors of this process": own, "other processes": total - free - own})
 
 
 def check_config(config: RunConfig, vllm: VLLMConfig, roles: Iterable[str], total: float) -> None:

@@ -53,6 +53,8 @@ MEMORY = ("weights", "kv_cache")
 """vLLM's tags of the memory that it frees when it sleeps."""
 _lingering: list[psutil.Process] = []
 """Killed vLLM processes that did not end in time; they may hold the memory that the next vLLM asks for."""
+_shares: set[float] = set()
+"""Shares of the GPU that were there for a vLLM of this process."""
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
@@ -265,7 +267,6 @@ class VLLMRollout(RolloutEngine):
         self._asleep: set[str] = set()
         """vLLM's tags of the memory that is not on the device."""
         self._child: VLLMProcess | None = None
-        self._has_started = False
         self._starting = threading.Lock()
         self._numbers = itertools.count()
         self._submitted: list[Submission] = []
@@ -410,13 +411,24 @@ class VLLMRollout(RolloutEngine):
                     raise EngineLost(
                         f"the last vLLM was killed, but holds its memory: {child_processes.described(_lingering)}"
                     )
-                if self.on_gpu and not self._has_started:
-                    device_memory.await_room(self.options["gpu_memory_utilization"], accelerator.free_and_total)
-                self._asleep, self._has_started = set(), True
+                if self.on_gpu:
+                    self._await_room()
+                self._asleep = set()
                 # seeds requests that have no seed; the same noise after a restart would repeat earlier draws
                 options = {**self.options, "seed": secrets.randbits(32)}
                 self._child = VLLMProcess(self.scratch, options, self.environment(), self.timeout_s)
             return self._child
+
+    def _await_room(self) -> None:
+        """Waits until vLLM fits on the GPU, which may still count the memory of processes that have ended."""
+        share = self.options["gpu_memory_utilization"]
+        try:
+            device_memory.await_room(share)
+        except UserError as error:
+            if share in _shares:  # there may be nothing for the user to change
+                raise EngineLost(f"vLLM cannot start again: {error}") from None
+            raise
+        _shares.add(share)
 
     def environment(self) -> dict[str, str]:
         """Returns the environment variables that vLLM's process gets in addition to this process's."""

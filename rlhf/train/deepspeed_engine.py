@@ -81,7 +81,9 @@ class DeepSpeedEngine(ModelEngine):
             zero["offload_optimizer"] = host
         if offload and stage == 3:
             zero["offload_param"] = host
-        config = given | {
+        # its measure of throughput would make a GPU wait twice per micro-batch
+        config: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}} | given
+        config |= {
             "train_micro_batch_size_per_gpu": 1,  # unused: we mark the end of a mini-batch ourselves
             "gradient_accumulation_steps": 1,
             "zero_optimization": zero,
@@ -118,8 +120,9 @@ class DeepSpeedEngine(ModelEngine):
                 partitioned.append(parameter)
 
         materialize(self.module, self.device, dtype, keep_share)
-        for buffer in self.module.buffers():
-            buffer.data = buffer.to(self.device)
+        for module in self.module.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self.device)
 
     def _call(self, *inputs: Any) -> dict[str, Tensor]:
         casts = self.dtype == "bfloat16" and self.stage == 0

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ratchet.rlhf.batch import TrajectoryBatch
     from ratchet.rlhf.models.prefix_sharing import SharedPrompts
     from ratchet.rlhf.models.segments import Segments
+    from ratchet.rlhf.models.sequence_parallel import OwnTokens, Team
 
 MASKED = 2**26
 """Maximum size of the masks of shared prompts, in elements."""
@@ -153,6 +154,8 @@ class MicroBatch:
     """Number of tokens of the sequences, without padding; those of a shared prompt count once per sequence."""
     shared: SharedPrompts | Segments | None = None
     """Attention structure of a row of several sequences; None: padded."""
+    own: OwnTokens | None = None
+    """The response tokens in this process's share, if a team splits the sequences."""
 
     @classmethod
     def of(
@@ -162,8 +165,14 @@ class MicroBatch:
         layout: Layout = "padded",
         *,
         varlen: bool = False,
+        team: Team | None = None,
     ) -> MicroBatch:
-        """Builds a micro-batch on the CPU. With `varlen`, `Segments` describe even short shared prompts."""
+        """Builds a micro-batch on the CPU.
+
+        Args:
+            varlen: describe even short shared prompts by `Segments`.
+            team: the processes that split each sequence; None: sequences are not split.
+        """
         import torch
 
         from ratchet.rlhf.models.prefix_sharing import SharedPrompts
@@ -205,17 +214,19 @@ class MicroBatch:
                 positions = np.broadcast_to(time, real.shape)[real][None]
                 shared = Segments.of_sequences(total)
         horizon = int(responses.max(initial=0))
+        indices = torch.from_numpy(at)
         return cls(
             rows=torch.as_tensor(np.asarray(rows, dtype=np.int64)),
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
             position_ids=None if positions is None else torch.from_numpy(positions),
-            at=torch.from_numpy(at),
+            at=indices,
             targets=torch.from_numpy(response_ids),
             padded_at=torch.from_numpy(np.repeat(np.arange(len(part)) * horizon, responses) + within),
             horizon=horizon,
             copies=torch.from_numpy(copies),
             tokens=int(copies.sum()),
             shared=shared,
+            own=None if team is None else team.own(indices, input_ids.shape[1]),
         )
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -230,6 +241,7 @@ class MicroBatch:
             padded_at=accelerator.placed(self.padded_at, device),
             copies=accelerator.placed(self.copies, device),
             shared=None if self.shared is None else self.shared.to(device),
+            own=None if self.own is None else self.own.to(device),
         )
 
     def padded(self, per_token: Float[Tensor, " tokens"]) -> Float[Tensor, "micro response"]:

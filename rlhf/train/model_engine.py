@@ -297,7 +297,8 @@ class ModelEngine(InferenceEngine, ABC):
         columns = {name: accelerator.placed(values, self.device) for name, values in padded.items()}
         # a selection compares all tokens of the mini-batch, so it needs their outputs first
         if objective.selection is not None:
-            whole = self._whole(micro_batches, objective, plan, normalizers)
+            shape = len(mini_batch), normalizers.horizon
+            whole = self._whole(micro_batches, objective, plan, shape)
             columns["selected"] = objective.selection(whole, columns)
         router = self.module.router_loss
         tokens = int((mini_batch.lengths("prompt_ids") + np.maximum(mini_batch.lengths("response_ids") - 1, 0)).sum())
@@ -370,12 +371,10 @@ class ModelEngine(InferenceEngine, ABC):
         micro_batches: list[tuple[np.ndarray, MicroBatch]],
         objective: Objective,
         plan: OptimizerPlan,
-        normalizers: LossNormalizers,
+        shape: tuple[int, int],
     ) -> dict[str, Tensor]:
         """Computes the model's outputs for the whole mini-batch, without gradients, shape (batch, response)."""
-        local_rows = sum(len(rows) for rows, _ in micro_batches) if self.counts else 0
-        total_rows = int(ranks.summed(torch.tensor(local_rows, device=self.device)))
-        whole = {name: torch.zeros((total_rows, normalizers.horizon), device=self.device) for name in objective.outputs}
+        whole = {name: torch.zeros(shape, device=self.device) for name in objective.outputs}
         computed = self._outputs([micro for _, micro in micro_batches], objective.outputs, plan.temperature)
         for (rows, _), (micro, outputs) in zip(micro_batches, computed, strict=True):
             for name, values in outputs.items():
@@ -425,7 +424,7 @@ class ModelEngine(InferenceEngine, ABC):
             yield piece.rows, self._micro_batch(batch, computed, layout)
 
     def _micro_batch(self, batch: TrajectoryBatch, piece: Piece, layout: Layout) -> MicroBatch:
-        return MicroBatch.of(batch, piece.rows, layout, varlen=self.module.varlen)
+        return MicroBatch.of(batch, piece.rows, layout, varlen=self.module.varlen, team=self.module.team)
 
     def _split(self, batch: TrajectoryBatch, budget: int, together: int = 1) -> tuple[Layout, list[list[Piece]]]:
         """Chooses the layout of a batch's micro-batches, and their rows by team; the same on every rank."""
@@ -468,7 +467,8 @@ class ModelEngine(InferenceEngine, ABC):
         assert not self.weights_buffers.in_use, "the weights are not on the device"
         copies = micro.copies if with_router else None
         ids, positions, shared = micro.input_ids, micro.position_ids, micro.shared
-        return self._call(ids, positions, micro.at, micro.targets, temperature, tuple(outputs), shared, copies)
+        targets, names = (micro.at, micro.targets), tuple(outputs)
+        return self._call(ids, positions, *targets, temperature, names, shared, copies, micro.own)
 
     def _from_all(self, values: np.ndarray) -> np.ndarray:
         """Combines the values of all ranks, each of which has filled in its own rows and left the others 0."""

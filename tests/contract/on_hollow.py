@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ratchet.infra.workers.batching import Together
 from ratchet.rlhf.algorithms import PPOClip
 from ratchet.rlhf.algorithms.objectives import ActorObjective
 from ratchet.rlhf.algorithms.optimizers import AdamW
@@ -67,18 +68,18 @@ class Ledger:
     phases: dict[str, Phase] = field(default_factory=dict)
 
 
-def trajectories(rows: int) -> TrajectoryBatch:
+def trajectories(rows: int, response: int = RESPONSE) -> TrajectoryBatch:
     rng = np.random.default_rng(0)
 
     def per_token() -> list[np.ndarray]:
-        return list(rng.standard_normal((rows, RESPONSE)).astype(np.float32))
+        return list(rng.standard_normal((rows, response)).astype(np.float32))
 
     return TrajectoryBatch.of(
         {
             "trajectory_id": [f"it000000-p{row:05d}-s00" for row in range(rows)],
             "prompt_ids": list(rng.integers(3, 78, (rows, PROMPT))),
-            "response_ids": list(rng.integers(3, 78, (rows, RESPONSE))),
-            "loss_mask": [np.ones(RESPONSE, np.int64)] * rows,
+            "response_ids": list(rng.integers(3, 78, (rows, response))),
+            "loss_mask": [np.ones(response, np.int64)] * rows,
             "advantages": per_token(),
             "old_log_probs": per_token(),
             "ref_log_probs": per_token(),
@@ -113,7 +114,7 @@ def _ledger(model: str, rank: int, count: int, layers: int | None, varlen: bool,
     held = torch.accelerator.memory_allocated
     config = config_of(model, layers)
     rows = options.pop("rows", max(4, count))
-    batch = trajectories(rows)
+    batch = trajectories(rows, options.pop("response", RESPONSE))
     budget = options.pop("micro_batch_tokens", BUDGET)
     options = {"dtype": "bfloat16", "gradient_checkpointing": None, **options}
     plan = OptimizerPlan(
@@ -272,11 +273,54 @@ def test_experts_are_not_padded(count: int) -> None:
     assert gathered <= 1.02 * 2 * ledger.parameters * passes
 
 
+def gathered(together: bool) -> int:
+    """How often one of 512 ranks gathers weights for the log-probs of 16 shards with 128 trajectories each."""
+    device.enable(size=HUGE)
+    with device.hollow(511, 512):
+        with without_memory():
+            built = AutoModelForCausalLM.from_config(config_of("7 B", 1), attn_implementation="sdpa")
+        engine = FSDPEngine(built, "policy", dtype="bfloat16", trainable=False)
+        engine._give_memory()
+        shards = [trajectories(128, response=64) for _ in range(16)]
+        calls = [shards] if together else [[shard] for shard in shards]
+        with device.reported() as reports:
+            for call in calls:
+                asked = Together(lambda: engine, call)
+                for shard in call:
+                    asked.infer(shard, ("log_probs",), temperature=1.0, micro_batch_tokens=BUDGET)
+    return sum(operation == "all_gather of 512" for _, operation, size in reports if size > 2**10)
+
+
+def test_shards_are_dealt_together() -> None:
+    """Each shard alone has a trajectory for every fourth rank: the others would compute one for nothing.
+
+    The only layer is gathered in each round, all else once.
+    """
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        together, alone = pool.map(gathered, [True, False], chunksize=1)
+    assert (together, alone) == (4 + 1, 16 + 1)
+
+
 def test_a_head_is_computed_in_pieces() -> None:
     """The logits of a micro-batch would take 4096 x 152064 x 4 bytes, 2.3 GiB, several times."""
     ledger = ledger_of("32 B", 0, 64, layers=1)
     layer = 2 * 5120 * 27648 * 3 + 4 * 5120 * 5120
     assert ledger.phases["log-probs"].peak < ledger.trained + 3 * 2 * layer + 2 * 2 * 152064 * 5120 + 2 * GIB
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"varlen": True}, {"sequence_parallel": 8}, {"sequence_parallel": 8, "packing": True, "varlen": True}],
+    ids=str,
+)
+def test_memory_does_not_grow_with_the_square_of_the_length(options: dict[str, Any]) -> None:
+    """A mask of all positions would take 16 GiB and then 64."""
+    short, long = (
+        ledger_of("7 B", 7, 8, layers=1, rows=1, response=length - PROMPT, micro_batch_tokens=length, **options)
+        for length in (2**17, 2**18)
+    )
+    for phase in ("log-probs", "update"):
+        assert short.phases[phase].peak < long.phases[phase].peak <= 2 * short.phases[phase].peak
 
 
 def test_varlen_attention_takes_no_more_memory() -> None:

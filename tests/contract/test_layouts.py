@@ -25,6 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from ratchet.rlhf.algorithms.objectives import ActorObjective
+from ratchet.rlhf.algorithms.policy_losses import KLCov
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig, RewardModelConfig
 from ratchet.rlhf.data.formats import Chat
@@ -205,6 +207,17 @@ def test_two_processes_balance_the_experts(
     loaded = ENGINES["torch"](folder, "policy")
     loaded.load_state(StoredState.of(together(told)))
     assert_same_update(loaded, one)
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel": 2}], ids=str)
+def test_two_processes_pick_the_tokens_that_one_picks(
+    options: dict[str, Any], policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
+) -> None:
+    loss = KLCov(kl_cov_ratio=0.2, ppo_kl_coef=50)
+    objective = ActorObjective(loss, None, "k1", 0.0, on_policy=False)
+    expected = ENGINES["torch"](policy_folder, "policy").update(batch, objective, DEALT)
+    told = ranks(run, Kind("fsdp", "policy", policy_folder, objective, ("log_probs",), "advantages"), batch, options)
+    assert told[0]["metrics"] == told[1]["metrics"] == pytest.approx(expected, rel=2e-3, abs=1e-4)
 
 
 def test_experts_are_not_cut(mixtures: dict[str, Path], ranks: Ranks) -> None:

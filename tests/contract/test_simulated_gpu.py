@@ -21,9 +21,9 @@ compiles = pytest.mark.skipif(
 ENGINES = "(torch or fsdp) and not megatron and not zero and not deepspeed"
 
 
-def run(*arguments: str) -> None:
+def run(*arguments: str, plugin: str = "tests.simulated.plugin") -> None:
     library()
-    options = ["-p", "tests.simulated.plugin", "-p", "no:cacheprovider", "-q"]
+    options = ["-p", plugin, "-p", "no:cacheprovider", "-q"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -45,6 +45,12 @@ def test_engines_of_real_sizes() -> None:
 @pytest.mark.slow
 def test_what_every_engine_promises() -> None:
     run("tests/contract/test_train_engines.py", "-k", ENGINES)
+
+
+@compiles
+@pytest.mark.slow
+def test_how_often_deepspeed_waits() -> None:
+    run("tests/contract/on_simgpu_deepspeed.py", plugin="tests.simulated.deepspeed")
 
 
 @compiles

@@ -213,6 +213,11 @@ def _group(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
     return _library.group(torch.distributed.ProcessGroupGloo(store, rank, count, timeout))
 
 
+def others_hold(size: int) -> None:
+    """Makes other processes hold this many bytes of the device's memory."""
+    _library.set_others(size)
+
+
 def pinned() -> int:
     """Returns the bytes of pinned host memory in use."""
     return int(_library.pinned())

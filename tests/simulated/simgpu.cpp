@@ -5,7 +5,8 @@
 // - Tensors of the host beside tensors of the device are an error, apart from scalars.
 // - New memory holds NaN, not zeros.
 // - A copy to pinned memory that does not block arrives at the next synchronization; until then there is NaN.
-// - There is a limit to its memory, and a peak.
+// - There is a limit to its memory, and a peak. What is freed stays reserved until the cache is emptied.
+// - Host memory that is pinned takes the next power of two.
 // - The backward pass runs in a thread of its own.
 //
 // Hollow, it has shapes only: its memory is counted but never written, operations compute the shapes of their results,
@@ -34,6 +35,7 @@
 
 #include <sys/mman.h>
 
+#include <bit>
 #include <map>
 #include <mutex>
 #include <unordered_set>
@@ -90,17 +92,20 @@ char* reserve(size_t bytes) {
 size_t size_of(void* block) { return *static_cast<size_t*>(block); }
 
 struct Allocator final : c10::DeviceAllocator {
-  size_t allocated = 0, peak = 0, size = size_t(80) << 30;
+  size_t allocated = 0, peak = 0, reserved = 0, reserved_peak = 0, size = size_t(80) << 30;
+  size_t others = 0;  // held by other processes
 
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &release, DEVICE};
     {
       std::lock_guard<std::mutex> lock(mutex);
       TORCH_CHECK_WITH(
-          OutOfMemoryError, allocated + bytes <= size, "simgpu out of memory: tried to allocate ", bytes, " bytes; ",
-          allocated, " of ", size, " are in use");
+          OutOfMemoryError, allocated + bytes + others <= size, "simgpu out of memory: tried to allocate ", bytes,
+          " bytes; ", allocated + others, " of ", size, " are in use");
       allocated += bytes;
       peak = std::max(peak, allocated);
+      reserved = std::max(reserved, allocated);
+      reserved_peak = std::max(reserved_peak, reserved);
     }
     auto* block = reserve(bytes);
     if (!hollow) std::memset(block + HEADER, 0xFF, bytes);
@@ -110,19 +115,24 @@ struct Allocator final : c10::DeviceAllocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override { reserved = allocated; }
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
-    for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
+    for (auto* bytes : {&stats.allocated_bytes, &stats.active_bytes}) {
       (*bytes)[0].current = allocated;
       (*bytes)[0].peak = peak;
     }
+    stats.reserved_bytes[0].current = reserved;
+    stats.reserved_bytes[0].peak = reserved_peak;
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex) override { peak = allocated; }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override { return {size - allocated, size}; }
+  void resetPeakStats(c10::DeviceIndex) override { peak = allocated, reserved_peak = reserved; }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    auto in_use = std::min(reserved + others, size);
+    return {size - in_use, size};
+  }
 };
 
 Allocator allocator;
@@ -142,6 +152,7 @@ struct PinnedAllocator final : c10::Allocator {
   size_t allocated = 0;
 
   c10::DataPtr allocate(size_t bytes) override {
+    bytes = bytes ? std::bit_ceil(bytes) : 0;
     auto* block = reserve(bytes);
     std::lock_guard<std::mutex> lock(mutex);
     blocks[block + HEADER] = bytes;
@@ -403,6 +414,8 @@ bool waits(const std::string& name, const std::vector<at::Tensor>& arguments) {
       "aten::repeat_interleave", "aten::nonzero.out", "aten::masked_select.out"};
   if (names.count(name)) return true;
   if (name.rfind("aten::index", 0) != 0 && name.rfind("aten::_index_put", 0) != 0) return false;
+  // to set where a mask is true to a number, a GPU needs no shape (PyTorch makes the number a tensor of the device)
+  if (name.find("index_put") != std::string::npos && arguments.back().dim() == 0) return false;
   for (size_t number = 1; number < arguments.size(); number++)
     if (arguments[number].scalar_type() == at::kBool && arguments[number].dim()) return true;
   return false;
@@ -709,6 +722,7 @@ PYBIND11_MODULE(simgpu, m) {
   m.def("set_hollow", [](bool value) { hollow = value; });
   m.def("pinned", [] { return pinned.allocated; });
   m.def("set_size", [](size_t bytes) { allocator.size = bytes; });
+  m.def("set_others", [](size_t bytes) { allocator.others = bytes; });
   m.def("hollow_group", [](int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Hollow>(rank, size);
   });

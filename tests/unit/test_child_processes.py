@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import psutil
 import pytest
 
 from ratchet.rlhf import child_processes
-from ratchet.rlhf.errors import EngineLost, UserError
-from ratchet.rlhf.rollout.device_memory import GIB, await_room
+from ratchet.rlhf.errors import EngineLost
 from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 from tests.vllm_stand_in.vllm import WORKER
@@ -107,17 +107,24 @@ def is_killed(engine: VLLMRollout, worker: psutil.Process) -> None:
         engine.load_weights([])
 
 
-@pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VLLMRollout]:
-    """It runs the stand-in for vLLM."""
+@contextmanager
+def on_stand_in(folder: Path, **options: Any) -> Iterator[VLLMRollout]:
+    """An engine that runs the stand-in for vLLM."""
     tests = Path(__file__).parents[1]
-    monkeypatch.setenv("PYTHONPATH", f"{tests / 'vllm_stand_in'}:{tests.parent}")
-    engine = VLLMRollout(tmp_path, eos_token_ids=(1,), max_model_len=64)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{tests / 'vllm_stand_in'}:{tests.parent}")
+        engine = VLLMRollout(folder, eos_token_ids=(1,), max_model_len=64, **options)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[VLLMRollout]:
+    with on_stand_in(tmp_path) as engine:
         assert engine.load_weights([]) == 0, "which starts it"
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("ends", [lambda engine, worker: engine.close(), is_killed], ids=["closed", "killed"])
@@ -161,14 +168,3 @@ def test_a_warning_that_is_an_error_keeps_nobody_waiting(engine: VLLMRollout, mo
         patch.setattr(child_processes, "END_S", 0.0)
         threading.Thread(target=generate, daemon=True).start()
         assert "vLLM failed: ModuleNotFoundError" in str(heard.get(timeout=60))
-
-
-def test_memory_that_another_process_gives_back_is_waited_for() -> None:
-    """Such as the vLLM of a worker that was killed."""
-    readings = iter([10 * GIB, 30 * GIB, 50 * GIB, 80 * GIB])
-    await_room(0.6, lambda: (next(readings), 80 * GIB), every_s=0.0)
-    assert next(readings) == 80 * GIB, "as soon as there is enough"
-    with pytest.raises(
-        UserError, match=r"0\.6 of 80\.0 GiB is 48\.0 GiB, but other models and processes 70\.0 GiB stay"
-    ):
-        await_room(0.6, lambda: (10 * GIB, 80 * GIB), wait_s=0.0)
