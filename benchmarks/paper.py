@@ -1,13 +1,14 @@
 """Predicts the seconds of an iteration at sizes that this project has not run, beside those that others measured.
 
     python benchmarks/paper.py                               # the tables of docs/benchmarks.md
+    python benchmarks/paper.py --only "8 B on 8"             # some of their rows
     python benchmarks/paper.py --model "8 B" --gpus 16 --gpu h200
 
-The product's own engine updates a mini-batch as the first of its ranks, on a device that has shapes only
-(tests/simulated). What it does is counted: FLOPs by PyTorch's formulas, bytes that its kernels read and write, and bytes
-that it sends. It does so with one layer and with two, and the difference is each other layer's. Then every operation
-takes as long as the slower of its FLOPs and its bytes at the rates of a data sheet (a roofline), collectives run beside
-them, and copies to the host after them. Only generation, which is vLLM's, is computed by a formula.
+The product's own engine computes and updates a mini-batch as the first of its ranks, on a device that has shapes only
+(tests/simulated). Its work is counted: FLOPs by PyTorch's formulas, bytes that kernels read and write, bytes that go to
+other GPUs and to the host. It has one layer and then two; each other layer takes as much as the second. Rates are those
+of data sheets. A kernel takes as long as its FLOPs or its bytes, whichever is slower (a roofline); kernels and
+collectives run at the same time, and copies to the host after them. Only generation, which is vLLM's, has a formula.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ BATCH = 200, drawn(128, 8, 2000, 8192)
 SIZES = [Setup(*size, *BATCH) for size in (("8 B", 8), ("32 B", 32), ("70 B", 64), ("235 B", 128))]
 NEMO, PRIME, OWN = "NeMo-RL", "prime-rl", "this project"
 LONG = np.full((16, 1), 16368)
-"""Two micro-batches for each of eight GPUs."""
+"""Two sequences for each of eight GPUs, each of which is a micro-batch."""
 UNEVEN = np.linspace(256, 1280, 16).astype(np.int64).reshape(-1, 1)
 MEASURED: list[tuple[str, Setup, dict[str, float]]] = [
     (NEMO, Setup("8 B", 16, 150, drawn(64, 32, 910, 3946), 1), {"iteration": 97.7}),
@@ -208,9 +209,11 @@ MEASURED: list[tuple[str, Setup, dict[str, float]]] = [
         {"iteration": 12.3, "generate": 4.6, "log-probs": 2.4, "updates": 3.6},
     ),
     (OWN, Setup("1.2 B", 1, 256, UNEVEN, 1), {"updates": 16384 / 39_623}),
-    (PRIME, Setup("0.6 B", 1, 16, LONG[:2], 1), {"updates": 32768 / 25_490}),
-    (PRIME, Setup("4 B", 8, 16, LONG, 1), {"updates": 262144 / 49_720}),
-    (PRIME, Setup("30 B", 8, 16, LONG, 1, "h200"), {"updates": 262144 / 35_030}),
+    (f"{PRIME}, 16 k", Setup("0.6 B", 1, 16, LONG[:2], 1), {"updates": 1.99}),
+    (f"{PRIME}, 16 k", Setup("4 B", 8, 16, LONG, 1), {"updates": 4.69}),
+    (f"{PRIME}, 16 k", Setup("30 B", 8, 16, LONG, 1), {"updates": 8.17}),
+    (f"{PRIME}, 64 k", Setup("0.6 B", 1, 16, 4 * LONG[:2], 1), {"updates": 12.18}),
+    (f"{PRIME}, 64 k", Setup("4 B", 8, 16, 4 * LONG, 1), {"updates": 30.29}),
 ]
 """Source, what ran, and seconds by part."""
 
@@ -233,7 +236,7 @@ def main() -> None:
     if options.only is not None:
         sizes = [setup for setup in sizes if str(setup) in options.only]
         measured = [row for row in measured if str(row[1]) in options.only]
-    for number, (setup, parts) in enumerate(zip(sizes, predicted(sizes))):
+    for number, (setup, parts) in enumerate(zip(sizes, predicted(sizes), strict=True)):
         if number == 0:
             say("seconds", *parts, "**iteration**", "expected", "tokens/s")
             say(*["---"] * (len(parts) + 4))
@@ -252,7 +255,7 @@ def main() -> None:
     if measured:
         say("measured by", "what", "part", "measured, s", "predicted, s", "tokens/s", "predicted", "factor")
         say(*["---"] * 8)
-    for (source, setup, found), parts in zip(measured, predicted([setup for _, setup, _ in measured])):
+    for (source, setup, found), parts in zip(measured, predicted([row[1] for row in measured]), strict=True):
         parts["iteration"] = sum(parts.values())
         for part, took in found.items():
             both = took, parts[part]

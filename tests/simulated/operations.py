@@ -20,7 +20,8 @@ from tests.simulated import device
 ATTENTION = (torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward)
 COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of what other hardware than the kernels' does; see `device.reported`."""
-NO_TRAFFIC = ("empty", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "record_stream")
+NO_TRAFFIC = ("empty", "new_empty", "set_", "resize_", "record_stream")
+"""Beginnings of names of operations that neither read nor write memory."""
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -37,6 +38,7 @@ class Operations(TorchDispatchMode):
     """Counts the FLOPs of operations, by PyTorch's formulas, and the bytes that their kernels read and write."""
 
     def __init__(self, ends: dict[int, Tensor]) -> None:
+        """Gets the ends of the pieces that attention gets, by their address on the device, see `Segments`."""
         super().__init__()
         self.counts: Counter[tuple[int, int]] = Counter()
         """Numbers of operations by their FLOPs and bytes."""
@@ -47,7 +49,7 @@ class Operations(TorchDispatchMode):
             return NotImplemented  # its shards' operations come here, too
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace not in COLLECTIVES and func._opname not in NO_TRAFFIC:
+        if func.namespace not in COLLECTIVES and not func._opname.startswith(NO_TRAFFIC):
             given, made = {*tensors_of((*args, *kwargs.values()))}, {*tensors_of((result,))}
             read, written = ({tensor.untyped_storage()._cdata for tensor in side} for side in (given, made))
             if func._schema.is_mutable or not written <= read:  # a view otherwise
@@ -62,11 +64,11 @@ class Operations(TorchDispatchMode):
         if formula is None:
             return 0
         if packet in ATTENTION:
-            # the formula reads the lengths of the pieces, and does not know that a token attends only to those before it
-            args = [self._ends.get(arg.data_ptr(), arg) if isinstance(arg, Tensor) else arg for arg in args]
-            at = 3 + 3 * ATTENTION.index(packet)
-            within = [*args[: at + 1], args[at], args[at + 2], args[at + 2], *args[at + 4 :]]
-            return formula(*args, **kwargs) - formula(*within, **kwargs) // 2
+            first = 3 + 3 * ATTENTION.index(packet)
+            tensors, others = args[:first], args[first + 2 :]
+            queries, keys = (self._ends[ends.data_ptr()] for ends in args[first : first + 2])
+            # the formula does not know that a token attends only to those before it
+            return formula(*tensors, queries, keys, *others) - formula(*tensors, queries, queries, *others) // 2
         return formula(*args, **kwargs, out_val=result)
 
 
@@ -78,7 +80,8 @@ def counted() -> Iterator[Counter[tuple[int, int]]]:
 
     def moved(segments: Segments, to: torch.device) -> Segments:
         placed = move(segments, to)
-        ends.update({placed.query_ends.data_ptr(): segments.query_ends, placed.key_ends.data_ptr(): segments.key_ends})
+        for name in ("query_ends", "key_ends"):
+            ends[getattr(placed, name).data_ptr()] = getattr(segments, name)
         return placed
 
     Segments.to = moved  # type: ignore[method-assign]  # a hollow device does not keep them
