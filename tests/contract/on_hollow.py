@@ -157,7 +157,9 @@ def ledger_here(
         @contextlib.contextmanager
         def noted(name: str) -> Iterator[None]:
             torch.accelerator.reset_peak_memory_stats()
-            with device.reported() as reports, counted() if counts else contextlib.nullcontext(Counter()) as operations:
+            with contextlib.ExitStack() as stack:
+                reports = stack.enter_context(device.reported())
+                operations = stack.enter_context(counted()) if counts else Counter()
                 yield
             ledger.phases[name] = Phase(torch.accelerator.max_memory_allocated(), reports, operations)
 
