@@ -26,7 +26,7 @@ from ratchet.tasks.worker_calls import Handles, call_of, on_worker
 
 ROWS_PER_RANK = 32
 """Average number of rows of a rank that are computed together at most: a crash loses their work. With fewer, ranks wait
-for each other longer; see benchmarks/paper.py."""
+for each other longer; see docs/decisions/040-shards-are-computed-together.md."""
 
 
 def run_rows(

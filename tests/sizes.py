@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 MODELS: dict[str, PreTrainedConfig] = {
     "0.5 B": Qwen2Config(  # Qwen 2.5
@@ -14,7 +14,53 @@ MODELS: dict[str, PreTrainedConfig] = {
         num_key_value_heads=2,
         tie_word_embeddings=True,
     ),
+    "0.6 B": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "1 B": LlamaConfig(  # that of `make gpu`
+        vocab_size=4096, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32
+    ),
+    "1.2 B": LlamaConfig(  # that of benchmarks/engines.py
+        vocab_size=32768, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32
+    ),
+    "4 B": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
     "7 B": LlamaConfig(),  # Llama 2
+    "8 B": LlamaConfig(  # Llama 3.1
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "30 B": Qwen3MoeConfig(  # Qwen3-30B-A3B
+        vocab_size=151936,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
     "32 B": Qwen2Config(  # Qwen 2.5
         vocab_size=152064,
         hidden_size=5120,

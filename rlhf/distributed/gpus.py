@@ -13,28 +13,34 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class GPU:
-    """A kind of GPU."""
+    """A kind of GPU; rates are those of its data sheet."""
 
     memory: float
     """Bytes that PyTorch reports, of which a new process finds about 1.2 GiB taken by CUDA."""
     bf16_flops: float
     """Floating-point operations per second of dense matrix products in bfloat16."""
+    bandwidth: float
+    """Bytes per second of its memory."""
+    to_gpus: float
+    """Bytes per second to the other GPUs of its machine, in one direction."""
+    to_host: float
+    """Bytes per second to the host's memory, in one direction."""
 
 
 KNOWN = {
-    "a10": GPU(22.0 * GIB, 125e12),
-    "a100-40gb": GPU(39.4 * GIB, 312e12),
-    "a100-80gb": GPU(79.1 * GIB, 312e12),
-    "h20": GPU(95.0 * GIB, 148e12),
-    "h100": GPU(79.1 * GIB, 989e12),
-    "h100-pcie": GPU(79.1 * GIB, 756e12),
-    "h200": GPU(139.8 * GIB, 989e12),
-    "gh200": GPU(94.5 * GIB, 989e12),
-    "b200": GPU(178.3 * GIB, 2250e12),
-    "l4": GPU(22.0 * GIB, 121e12),
-    "l40s": GPU(44.4 * GIB, 362e12),
-    "rtx4090": GPU(23.5 * GIB, 165e12),
-    "rtx5090": GPU(31.3 * GIB, 210e12),
+    "a10": GPU(22.0 * GIB, 125e12, 0.60e12, 32e9, 32e9),
+    "a100-40gb": GPU(39.4 * GIB, 312e12, 1.56e12, 300e9, 32e9),
+    "a100-80gb": GPU(79.1 * GIB, 312e12, 2.04e12, 300e9, 32e9),
+    "h20": GPU(95.0 * GIB, 148e12, 4.0e12, 450e9, 64e9),
+    "h100": GPU(79.1 * GIB, 989e12, 3.35e12, 450e9, 64e9),
+    "h100-pcie": GPU(79.1 * GIB, 756e12, 2.0e12, 64e9, 64e9),
+    "h200": GPU(139.8 * GIB, 989e12, 4.8e12, 450e9, 64e9),
+    "gh200": GPU(94.5 * GIB, 989e12, 4.0e12, 450e9, 450e9),
+    "b200": GPU(178.3 * GIB, 2250e12, 8.0e12, 900e9, 64e9),
+    "l4": GPU(22.0 * GIB, 121e12, 0.30e12, 32e9, 32e9),
+    "l40s": GPU(44.4 * GIB, 362e12, 0.86e12, 32e9, 32e9),
+    "rtx4090": GPU(23.5 * GIB, 165e12, 1.01e12, 32e9, 32e9),
+    "rtx5090": GPU(31.3 * GIB, 210e12, 1.79e12, 64e9, 64e9),
 }
 """GPUs by name; of those with several forms the fastest, SXM."""
 

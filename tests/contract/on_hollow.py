@@ -5,11 +5,12 @@ What a rank holds and sends is counted from the engine's own calls, for models o
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.fsdp_engine import FSDPEngine
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from tests.simulated import device
+from tests.simulated.operations import counted
 from tests.sizes import config_of
 
 PROMPT, RESPONSE, BUDGET = 512, 1536, 4096
@@ -43,6 +45,8 @@ class Phase:
     peak: int
     """Bytes of the device."""
     reports: list[tuple[str, str, int]]
+    operations: Counter[tuple[int, int]]
+    """Numbers of operations by their FLOPs and bytes, if they are counted."""
 
     @property
     def collectives(self) -> list[tuple[str, int]]:
@@ -68,10 +72,18 @@ class Ledger:
     phases: dict[str, Phase] = field(default_factory=dict)
 
 
+<<<<<<< HEAD
 def trajectories(rows: int, response: int = RESPONSE) -> TrajectoryBatch:
+=======
+def trajectories(prompt: int, responses: np.ndarray) -> TrajectoryBatch:
+    """Makes trajectories of so many tokens; `responses` has the shape (prompts, n)."""
+>>>>>>> paper
     rng = np.random.default_rng(0)
+    prompts, n = responses.shape
+    lengths = responses.flatten()
 
     def per_token() -> list[np.ndarray]:
+<<<<<<< HEAD
         return list(rng.standard_normal((rows, response)).astype(np.float32))
 
     return TrajectoryBatch.of(
@@ -80,6 +92,16 @@ def trajectories(rows: int, response: int = RESPONSE) -> TrajectoryBatch:
             "prompt_ids": list(rng.integers(3, 78, (rows, PROMPT))),
             "response_ids": list(rng.integers(3, 78, (rows, response))),
             "loss_mask": [np.ones(response, np.int64)] * rows,
+=======
+        return [rng.standard_normal(length).astype(np.float32) for length in lengths]
+
+    return TrajectoryBatch.of(
+        {
+            "trajectory_id": [f"it000000-p{row // n:05d}-s{row % n:02d}" for row in range(len(lengths))],
+            "prompt_ids": [ids for ids in rng.integers(3, 78, (prompts, prompt)) for _ in range(n)],
+            "response_ids": [rng.integers(3, 78, length) for length in lengths],
+            "loss_mask": [np.ones(length, np.int64) for length in lengths],
+>>>>>>> paper
             "advantages": per_token(),
             "old_log_probs": per_token(),
             "ref_log_probs": per_token(),
@@ -90,78 +112,104 @@ def trajectories(rows: int, response: int = RESPONSE) -> TrajectoryBatch:
 OBJECTIVE = ActorObjective(PPOClip(), kl_in_loss=0.1, kl_estimator="k3", entropy_coef=0.01, on_policy=False)
 
 
-@contextmanager
-def noted(ledger: Ledger, name: str) -> Iterator[None]:
-    torch.accelerator.reset_peak_memory_stats()
-    with device.reported() as reports:
-        yield
-    ledger.phases[name] = Phase(torch.accelerator.max_memory_allocated(), reports)
-
-
-def ledger_of(model: str, rank: int, count: int, layers: int | None, *, varlen: bool = False, **options: Any) -> Ledger:
-    """Builds an engine as one of `count` ranks, and goes through all that a run does with it.
+def ledger_of(model: str, rank: int, count: int, layers: int | None, **options: Any) -> Ledger:
+    """Builds an engine as one of `count` ranks, and goes through all that a run does with it; see `ledger_here`.
 
     In a process of its own: PyTorch remembers groups, and threads do not survive a fork.
     """
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(_ledger, (model, rank, count, layers, varlen, options))
+        return pool.apply(ledger_here, (model, rank, count, layers), options)
 
 
-def _ledger(model: str, rank: int, count: int, layers: int | None, varlen: bool, options: dict[str, Any]) -> Ledger:
+def ledger_here(
+    model: str,
+    rank: int,
+    count: int,
+    layers: int | None,
+    *,
+    rows: int | None = None,
+    lengths: tuple[int, np.ndarray] | None = None,
+    micro_batch_tokens: int = BUDGET,
+    objective: ActorObjective = OBJECTIVE,
+    varlen: bool = False,
+    counts: bool = False,
+    engine: Literal["fsdp", "torch"] = "fsdp",
+    **options: Any,
+) -> Ledger:
+    """As `ledger_of`, in this process.
+
+    Args:
+        rows: number of trajectories of `PROMPT` and `RESPONSE` tokens; None: one for each rank, and at least 4.
+        lengths: instead, the tokens of prompts, and those of responses, shape (prompts, n).
+        varlen: attention has a kernel for sequences of different lengths, as on an H100.
+        counts: count operations, too.
+        options: of the engine.
+    """
     device.enable(size=HUGE)
     if varlen:
         segments.has_kernel = lambda dim, on, dtype: dtype == torch.bfloat16  # type: ignore[assignment]
     held = torch.accelerator.memory_allocated
     config = config_of(model, layers)
+<<<<<<< HEAD
     rows = options.pop("rows", max(4, count))
     batch = trajectories(rows, options.pop("response", RESPONSE))
     budget = options.pop("micro_batch_tokens", BUDGET)
+=======
+    batch = trajectories(*(lengths or (PROMPT, np.full((rows or max(4, count), 1), RESPONSE))))
+>>>>>>> paper
     options = {"dtype": "bfloat16", "gradient_checkpointing": None, **options}
     plan = OptimizerPlan(
         lr=1e-6,
         optimizer=AdamW(),
         grad_clip=1.0,
-        micro_batch_tokens=budget,
-        mini_batches=(tuple(range(rows)),),
+        micro_batch_tokens=micro_batch_tokens,
+        mini_batches=(tuple(range(len(batch))),),
         temperature=1.0,
     )
     with device.hollow(rank, count):
         with without_memory():
             built = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         ledger = Ledger(sum(parameter.numel() for parameter in built.parameters()))
-        engine: Any
-        if options.pop("engine", "fsdp") == "torch":
-            engine = TorchEngine(built, "policy", **options)
-        else:
-            engine = FSDPEngine(built, "policy", **options)
-            engine._give_memory()
-        engine.update(batch, OBJECTIVE, plan)
+        trained: Any = (TorchEngine if engine == "torch" else FSDPEngine)(built, "policy", **options)
+        if engine == "fsdp":
+            trained._give_memory()
+        trained.update(batch, objective, replace(plan, mini_batches=(tuple(range(min(count, len(batch)))),)))
         ledger.trained = held()
-        with noted(ledger, "log-probs"):
-            engine.infer(batch, ("log_probs", "entropy"), temperature=1.0, micro_batch_tokens=budget)
-        take_step = engine._step
+
+        @contextlib.contextmanager
+        def noted(name: str) -> Iterator[None]:
+            torch.accelerator.reset_peak_memory_stats()
+            with contextlib.ExitStack() as stack:
+                reports = stack.enter_context(device.reported())
+                operations = stack.enter_context(counted()) if counts else Counter()
+                yield
+            ledger.phases[name] = Phase(torch.accelerator.max_memory_allocated(), reports, operations)
+
+        with noted("log-probs"):
+            trained.infer(batch, ("log_probs", "entropy"), temperature=1.0, micro_batch_tokens=micro_batch_tokens)
+        take_step = trained._step
 
         def stepped(plan: OptimizerPlan) -> float:
             ledger.before_step = held()
             norm: float = take_step(plan)
             return norm
 
-        engine._step = stepped
-        with noted(ledger, "update"):
-            engine.update(batch, OBJECTIVE, plan)
-        with noted(ledger, "weights"):
-            for _ in engine.weights(torch.bfloat16):
+        trained._step = stepped
+        with noted("update"):
+            trained.update(batch, objective, plan)
+        with noted("weights"):
+            for _ in trained.weights(torch.bfloat16):
                 pass
-        with noted(ledger, "digest"):
-            engine.digest()
+        with noted("digest"):
+            trained.digest()
         if 12 * ledger.parameters / count < 2**33:  # the host's memory is real
-            with noted(ledger, "snapshot"):
-                ledger.written = sum(map(len, engine.state().values()))
-        with noted(ledger, "away"):
-            engine.place(model=False, optimizer=False)
+            with noted("snapshot"):
+                ledger.written = sum(map(len, trained.state().values()))
+        with noted("away"):
+            trained.place(model=False, optimizer=False)
         ledger.left, ledger.pinned = held(), device.pinned()
-        with noted(ledger, "back"):
-            engine.place(model=True, optimizer=True)
+        with noted("back"):
+            trained.place(model=True, optimizer=True)
         assert held() == pytest.approx(ledger.trained, rel=1e-3)
     return ledger
 
