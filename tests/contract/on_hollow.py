@@ -72,27 +72,13 @@ class Ledger:
     phases: dict[str, Phase] = field(default_factory=dict)
 
 
-<<<<<<< HEAD
-def trajectories(rows: int, response: int = RESPONSE) -> TrajectoryBatch:
-=======
 def trajectories(prompt: int, responses: np.ndarray) -> TrajectoryBatch:
     """Makes trajectories of so many tokens; `responses` has the shape (prompts, n)."""
->>>>>>> paper
     rng = np.random.default_rng(0)
     prompts, n = responses.shape
     lengths = responses.flatten()
 
     def per_token() -> list[np.ndarray]:
-<<<<<<< HEAD
-        return list(rng.standard_normal((rows, response)).astype(np.float32))
-
-    return TrajectoryBatch.of(
-        {
-            "trajectory_id": [f"it000000-p{row:05d}-s00" for row in range(rows)],
-            "prompt_ids": list(rng.integers(3, 78, (rows, PROMPT))),
-            "response_ids": list(rng.integers(3, 78, (rows, response))),
-            "loss_mask": [np.ones(response, np.int64)] * rows,
-=======
         return [rng.standard_normal(length).astype(np.float32) for length in lengths]
 
     return TrajectoryBatch.of(
@@ -101,7 +87,6 @@ def trajectories(prompt: int, responses: np.ndarray) -> TrajectoryBatch:
             "prompt_ids": [ids for ids in rng.integers(3, 78, (prompts, prompt)) for _ in range(n)],
             "response_ids": [rng.integers(3, 78, length) for length in lengths],
             "loss_mask": [np.ones(length, np.int64) for length in lengths],
->>>>>>> paper
             "advantages": per_token(),
             "old_log_probs": per_token(),
             "ref_log_probs": per_token(),
@@ -150,13 +135,7 @@ def ledger_here(
         segments.has_kernel = lambda dim, on, dtype: dtype == torch.bfloat16  # type: ignore[assignment]
     held = torch.accelerator.memory_allocated
     config = config_of(model, layers)
-<<<<<<< HEAD
-    rows = options.pop("rows", max(4, count))
-    batch = trajectories(rows, options.pop("response", RESPONSE))
-    budget = options.pop("micro_batch_tokens", BUDGET)
-=======
     batch = trajectories(*(lengths or (PROMPT, np.full((rows or max(4, count), 1), RESPONSE))))
->>>>>>> paper
     options = {"dtype": "bfloat16", "gradient_checkpointing": None, **options}
     plan = OptimizerPlan(
         lr=1e-6,
@@ -329,7 +308,7 @@ def gathered(together: bool) -> int:
             built = AutoModelForCausalLM.from_config(config_of("7 B", 1), attn_implementation="sdpa")
         engine = FSDPEngine(built, "policy", dtype="bfloat16", trainable=False)
         engine._give_memory()
-        shards = [trajectories(128, response=64) for _ in range(16)]
+        shards = [trajectories(PROMPT, np.full((128, 1), 64)) for _ in range(16)]
         calls = [shards] if together else [[shard] for shard in shards]
         with device.reported() as reports:
             for call in calls:
@@ -364,7 +343,15 @@ def test_a_head_is_computed_in_pieces() -> None:
 def test_memory_does_not_grow_with_the_square_of_the_length(options: dict[str, Any]) -> None:
     """A mask of all positions would take 16 GiB and then 64."""
     short, long = (
-        ledger_of("7 B", 7, 8, layers=1, rows=1, response=length - PROMPT, micro_batch_tokens=length, **options)
+        ledger_of(
+            "7 B",
+            7,
+            8,
+            layers=1,
+            lengths=(PROMPT, np.full((1, 1), length - PROMPT)),
+            micro_batch_tokens=length,
+            **options,
+        )
         for length in (2**17, 2**18)
     )
     for phase in ("log-probs", "update"):

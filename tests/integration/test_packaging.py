@@ -76,10 +76,8 @@ def wheel(source_archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "wheel":
-        package = request.getfixturevalue("wheel")
-    else:
-        package = folder / build("editable", ROOT, folder)
+    is_wheel = request.param == "wheel"
+    package = request.getfixturevalue("wheel") if is_wheel else folder / build("editable", ROOT, folder)
     return Installed(environment(folder / "environment", package), _users_folder(folder / "project"))
 
 
