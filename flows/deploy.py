@@ -188,6 +188,7 @@ def _entry(deployment: RunnerDeployment) -> dict[str, JsonValue]:
         "schedules": [
             schedule.schedule.model_dump(mode="json", include={"cron", "interval"})
             for schedule in deployment.schedules or []
+            if schedule.schedule is not None
         ],
         # the code is installed where the flows run; without a step, Prefect would change into the folder of this file
         "pull": [{"prefect.deployments.steps.set_working_directory": {"directory": "."}}],

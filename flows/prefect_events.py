@@ -8,8 +8,9 @@
 | `ratchet.collapsed` | an iteration is committed whose advantages are all 0 | |
 
 The resource of all of them is the run (`prefect.resource.id` is its URL), with the labels `prefect.resource.name` (the
-run's name) and `ratchet.iteration`; the payload has the metrics. A run has collapsed if the answers to each prompt score
-alike, so that it learns nothing; `ratchet.falls` is the number of validations in a row that were worse than the one before.
+run's name) and `ratchet.iteration`; the payload has the metrics. A run has collapsed if the answers to each prompt
+score alike, so that it learns nothing. `ratchet.falls` is the number of validations in a row that were worse than the
+one before.
 """
 
 from __future__ import annotations

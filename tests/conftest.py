@@ -19,7 +19,7 @@ with install_import_hook("ratchet.rlhf.algorithms", f"{shapes.__name__}.checked"
 
 from tests import ceph, extras, tiers, tiny
 from tests.peak_memory import PeakMemory
-from tests.prefect_server import locked, prefect_api
+from tests.prefect_server import locked, prefect_api, used
 from tests.processes import Processes
 from tests.s3_server import moto_server, s3_at
 
@@ -89,15 +89,10 @@ def common(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yields the API's URL of a real Prefect server, which this process and its children use."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
 
     folder = tmp_path_factory.mktemp("prefect")
-    # Prefect read the environment when it was imported: only children see what is put there now
-    with prefect_api(folder) as url, temporary_settings({PREFECT_API_URL: url}):
-        os.environ["PREFECT_API_URL"] = url
-        os.environ["PREFECT_HOME"] = str(folder / "clients")
+    with prefect_api(folder) as url, used(url, folder):
         yield url
-        del os.environ["PREFECT_API_URL"]
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
+import kubernetes_validate  # type: ignore[import-not-found]  # of its own environment
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
 from ratchet.tasks.prefect_defaults import TEMPORARY_SERVER
 from tests.ports import free_port
 
@@ -26,8 +29,20 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def prefect_api(folder: Path, port: int | None = None) -> Iterator[str]:
+def used(url: str, folder: Path) -> Iterator[None]:
+    """This process and its children use the server at a URL, with a `PREFECT_HOME` in `folder`."""
+    # Prefect read the environment when it was imported: only children see what is put there
+    with temporary_settings({PREFECT_API_URL: url}), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT_API_URL", url)
+        patch.setenv("PREFECT_HOME", str(folder / "clients"))
+        yield
+
+
+@contextmanager
+def prefect_api(folder: Path, port: int | None = None, python: str = sys.executable) -> Iterator[str]:
     """Yields the URL of a server's API, on a free port unless one is given; its database is in `folder`.
+
+    `python` is that of the environment with the server.
 
     It ends with the block, and with Ctrl-C or a time-out of the whole test run, since it is in the same process group.
     """
@@ -40,7 +55,7 @@ def prefect_api(folder: Path, port: int | None = None) -> Iterator[str]:
     }
     for name in ("PREFECT_API_URL", *TEMPORARY_SERVER):  # as in a shell that never ran Ratchet
         environment.pop(name, None)
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    command = [python, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:

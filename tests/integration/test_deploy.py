@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterDeploymentId,
 )
-from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 from ratchet.flows.train import train
@@ -147,27 +145,6 @@ def test_a_team_keeps_its_deployments_in_git(config: RunConfig, prefect_server: 
         [*RATCHET, "deploy", str(tmp_path / "deployed.yaml"), *options], capture_output=True, text=True
     )
     assert again.returncode == 2 and f"{path} exists: name another file, or delete it" in again.stderr.replace("\n", "")
-
-
-def test_a_flow_run_that_cannot_start_is_tried_again_and_fails_with_the_reason(
-    config: RunConfig, worker: str, prefect_server: str, tmp_path: Path
-) -> None:
-    deploy(config, tmp_path, "--pool", worker, "--job-variable", "working_dir=/nowhere")
-    with SyncPrefectClient(prefect_server) as client:
-        deployed = client.read_deployment_by_name(f"train/{config.run.name}")
-        flow_run = client.create_flow_run_from_deployment(deployed.id)
-        wait(lambda: client.read_flow_run(flow_run.id).state_type == StateType.FAILED)
-        states = sorted(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
-    crashes = [state for state in states if state.is_crashed()]
-    assert len(crashes) == 4
-    assert all("/nowhere" in str(crash.message) for crash in crashes)
-    pauses = [
-        (after.timestamp - before.timestamp).total_seconds()
-        for before, after in pairwise(states)
-        if before.is_crashed() and after.is_scheduled()
-    ]
-    assert pauses[0] < 60 <= min(pauses[1:]), "at once, and then after a pause"
-    assert states[-1].message == "it crashed 4 times within 15 minutes: the last Crashed state says why"
 
 
 def prefect(*arguments: str) -> None:

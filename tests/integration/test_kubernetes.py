@@ -1,4 +1,4 @@
-"""Deployments to a Kubernetes pool: Prefect's own worker, and Jobs as a cluster gets them, whose pods really run."""
+"""Deployments on a server of today's Prefect: in the pods of a Kubernetes pool, and where flow runs cannot start."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from prefect.blocks.system import Secret
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
 from prefect.variables import Variable
 from pydantic import SecretStr
 
@@ -23,13 +25,22 @@ from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.extras import needs
 from tests.history import History
-from tests.kubernetes import Kubernetes, kubernetes
+from tests.kubernetes import ENVIRONMENT, Kubernetes, kubernetes
 from tests.packaged import ROOT, build, environment
+from tests.prefect_server import prefect_api, used
 
 pytestmark = needs("kubernetes")
 
 RATCHET = [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()"]
 IMAGE = "registry.example/ratchet:1"
+
+
+@pytest.fixture(scope="module")
+def prefect_today(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server of today's Prefect: with SQLite, older ones lose events, and so restarts of flow runs."""
+    folder = tmp_path_factory.mktemp("today")
+    with prefect_api(folder, python=str(ENVIRONMENT / "bin" / "python")) as url, used(url, folder):
+        yield url
 
 
 @pytest.fixture
@@ -57,7 +68,7 @@ def config(workspace: Path, tmp_path: Path) -> RunConfig:
 
 
 def test_a_run_in_pods_survives_them(
-    config: RunConfig, cluster: Kubernetes, prefect_server: str, tmp_path: Path
+    config: RunConfig, cluster: Kubernetes, prefect_today: str, tmp_path: Path
 ) -> None:
     pool, path = f"k8s-{os.getpid()}", tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -70,7 +81,7 @@ def test_a_run_in_pods_survives_them(
 
     template = str(ROOT / "infra" / "recipes" / "kubernetes" / "pool.json")
     cluster.prefect("work-pool", "create", pool, "--type", "kubernetes", "--base-job-template", template)
-    with cluster.worker(pool, tmp_path / "worker.log"), SyncPrefectClient(prefect_server) as client:
+    with cluster.worker(pool, tmp_path / "worker.log"), SyncPrefectClient(prefect_today) as client:
         wrong = ratchet("deploy", str(path), "--pool", pool, "--job-variable", "gpu=1")
         assert wrong.returncode == 2
         assert f"the work pool {pool} (type kubernetes) starts flow runs in containers: name an image" in wrong.stderr
@@ -112,6 +123,44 @@ def test_a_run_in_pods_survives_them(
         assert History.of(config).state.term == 2
         assert len(cluster.jobs) == 2
         assert client.read_flow_run(flow_run.id).state_name == "Running", "the same flow run, in another pod"
+
+
+def test_a_flow_run_that_cannot_start_is_tried_again_and_fails_with_the_reason(
+    config: RunConfig, prefect_today: str, tmp_path: Path
+) -> None:
+    pool, path = f"lacks-{os.getpid()}", tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    deploy = [*RATCHET, "deploy", str(path), "--pool", pool, "--job-variable", "working_dir=/nowhere"]
+    subprocess.run(deploy, check=True, timeout=900)
+    with SyncPrefectClient(prefect_today) as client, (tmp_path / "worker.log").open("w") as log:
+        deployed = client.read_deployment_by_name(f"train/{config.run.name}")
+        flow_run = client.create_flow_run_from_deployment(deployed.id)
+        worker = subprocess.Popen([*RATCHET, "worker", "--pool", pool], stdout=log, stderr=log)
+        try:
+            wait(lambda: client.read_flow_run(flow_run.id).state_type == StateType.FAILED)
+        finally:
+            worker.kill()
+            worker.wait()
+        states = sorted(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
+    crashes = [state for state in states if state.is_crashed()]
+    assert len(crashes) == 4
+    assert all("/nowhere" in str(crash.message) for crash in crashes)
+    pauses = [
+        (after.timestamp - before.timestamp).total_seconds()
+        for before, after in pairwise(states)
+        if before.is_crashed() and after.is_scheduled()
+    ]
+    assert pauses[0] < 60 <= min(pauses[1:]), "at once, and then after a pause"
+    assert states[-1].message == "it crashed 4 times within 15 minutes: the last Crashed state says why"
+
+
+def test_the_manifest_of_a_worker_is_one_of_kubernetes() -> None:
+    manifest = ROOT / "infra" / "recipes" / "kubernetes" / "worker.yaml"
+    python = str(ENVIRONMENT / "bin" / "python")
+    done = subprocess.run(
+        [python, "-m", "kubernetes_validate", "--strict", str(manifest)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def pods(flow_run: str) -> list[int]:
