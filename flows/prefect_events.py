@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from prefect.assets import Asset, materialize
-from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.types.names import MAX_ASSET_KEY_LENGTH
 
@@ -132,12 +131,16 @@ def _url(path: str) -> str:
 
 
 def materialized(asset: Asset, sources: Sequence[Asset], metadata: Mapping[str, int]) -> None:
-    """Records in the current flow run that an asset was written from others; does nothing outside a flow run."""
-    if FlowRunContext.get() is None:
-        return
+    """Records that an asset was written from others."""
 
     @materialize(asset, asset_deps=list(sources), name="asset", task_run_name=asset.key, persist_result=False)
     def write() -> None:
         asset.add_metadata(dict(metadata))
 
     recorded(write, lambda: None)
+
+
+def record_model(url: str, run: Run, version: int) -> None:
+    """Records that the model of a snapshot was written to a folder or a repository, if there is a server."""
+    if has_pages():
+        materialized(_asset(url), [snapshots_of(run.store.url)], {"version": version})

@@ -273,6 +273,7 @@ def export(
     make_folder(folder)
     with progress(console):
         run.export(version, folder, role, adapter=adapter)
+        _record(f"file://{folder.resolve()}", run, version)
     console.print(f"the {role} after {counted(version, 'iteration')} is in {folder}")
 
 
@@ -317,8 +318,18 @@ def push(
         else:
             version = _snapshot(run, iteration, best)
             pushed = hub.push(run, repo, version, role, adapter=adapter, public=public)
+            _record(f"hf://{repo}", run, version)
             what = f"the {role} after {counted(version, 'iteration')} is"
     console.print(f"{what} at {pushed.url} ({'private' if pushed.private else 'public'})", highlight=False)
+
+
+def _record(url: str, run: Run, version: int) -> None:
+    """Records a written model as an asset, if PREFECT_API_URL names a server."""
+    if os.environ.get("PREFECT_API_URL"):
+        silence_prefect()
+        from ratchet.flows.prefect_events import record_model
+
+        record_model(url, run, version)
 
 
 def _snapshot(run: Run, iteration: int | None, best: bool) -> int:

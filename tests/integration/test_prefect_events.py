@@ -89,6 +89,14 @@ def test_commits_are_events_and_what_is_stored_is_an_asset(
     [snapshot, _] = events(prefect_server, f"{run}/checkpoints", materialized)
     assert f"{run}/trajectories" in {related["prefect.resource.id"] for related in snapshot["related"]}
 
+    model = tmp_path / "exported"
+    export = ["export", config.run.name, str(model), "--store", config.run.store]
+    subprocess.run([*RATCHET, *export], check=True, timeout=900)
+    wait(lambda: len(events(prefect_server, f"file://{model}", materialized)) == 1)
+    [exported] = events(prefect_server, f"file://{model}", materialized)
+    assert exported["payload"] == {"version": 2}
+    assert f"{run}/checkpoints" in {related["prefect.resource.id"] for related in exported["related"]}
+
 
 def test_the_recipe_pauses_a_deployment_whose_validation_falls_and_tells_somebody(
     workspace: Path, prefect_server: str, tmp_path: Path
