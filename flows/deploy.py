@@ -47,10 +47,12 @@ PROCESSES = "process"
 HEARTBEAT_S = 30
 GONE_S = 90
 """A flow run without a heartbeat for this long counts as dead."""
-CRASHES, SOON_S, PAUSE_S = 4, 900, 60
-"""A flow run that crashes this often within `SOON_S` fails; the second restart within that time follows a pause."""
-GAVE_UP = f"it crashed {CRASHES} times within {SOON_S // 60} minutes: the last Crashed state says why"
-RESTARTED = "AwaitingRetry"
+PAUSE_S = 15
+"""Seconds between a crash and the restart."""
+RESTARTS, SOON_S = 4, 900
+"""A flow run that is restarted this often within so many seconds fails instead."""
+GAVE_UP = f"it crashed {RESTARTS} times within {SOON_S // 60} minutes: the last Crashed state says why"
+RESTARTED = "AwaitingRestart"
 """The state of a flow run that an automation restarts."""
 
 
@@ -285,16 +287,15 @@ def _mistakes(pool: WorkPool, registered: RegisteredPool) -> list[str]:
 def _automations() -> list[Automation]:
     """Returns automations that reschedule a flow run that crashed or sends no heartbeat; the run resumes from its log.
 
-    A flow run that crashes is restarted at once, and after a pause if it crashes again soon. One that keeps crashing,
-    such as one that cannot even start, fails.
+    One that is rescheduled again and again, such as one that cannot even start, fails.
 
     A failed flow run is not restarted: a fenced driver, a wrong config or a broken reward needs a person. Restarting a
     silent flow run that is still alive does no harm: its heartbeat prevents a second start, or the log fences one of
     the two.
     """
-    beat, crashed = "prefect.flow-run.heartbeat", "prefect.flow-run.Crashed"
+    beat, crashed, restarted = (f"prefect.flow-run.{name}" for name in ("heartbeat", "Crashed", RESTARTED))
     ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", "Fenced")}
-    restarted = {f"prefect.flow-run.{state}" for state in (RESTARTED, "Pending", "Running", "Cancelling")}
+    goes_on = {f"prefect.flow-run.{state}" for state in ("AwaitingRetry", "Pending", "Running", "Cancelling")}
     restart = ChangeFlowRunState(state=StateType.SCHEDULED, name=RESTARTED, force=True)
     give_up = ChangeFlowRunState(state=StateType.FAILED, message=GAVE_UP, force=True)
 
@@ -312,19 +313,18 @@ def _automations() -> list[Automation]:
             **options,
         )
 
-    # a reactive trigger counts the events of each period by itself, and fires once in it; a proactive one fires at the
-    # end of a period without an event that it expects, and starts over with one that it expects `after`
+    # A proactive trigger fires at the end of a period without an event that it expects, and starts over with one that
+    # it expects `after`. A crash is not answered at once: a worker may tell of it twice, and again after the restart.
     triggers = {
         "restart a flow run without heartbeats": (
             watched(Posture.Proactive, GONE_S, {beat, *ended}, after={beat}),
             restart,
         ),
-        "restart a crashed flow run": (watched(Posture.Reactive, SOON_S, {crashed}), restart),
-        "restart a flow run that crashed again, after a pause": (
-            watched(Posture.Proactive, PAUSE_S, {*ended, *restarted}, after={crashed}),
+        "restart a crashed flow run": (
+            watched(Posture.Proactive, PAUSE_S, {*ended, *goes_on}, after={crashed}),
             restart,
         ),
-        "fail a flow run that keeps crashing": (watched(Posture.Reactive, SOON_S, {crashed}, CRASHES), give_up),
+        "fail a flow run that keeps crashing": (watched(Posture.Reactive, SOON_S, {restarted}, RESTARTS), give_up),
     }
     return [
         Automation(name=f"{TAG}: {name}", trigger=trigger, actions=[action])

@@ -22,7 +22,7 @@ from prefect.states import AwaitingRetry
 from prefect.utilities.urls import url_for
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_fixed
 
-from ratchet.flows.deploy import CRASHES, GAVE_UP, TAG, WorkPool, deploy_train
+from ratchet.flows.deploy import GAVE_UP, RESTARTS, TAG, WorkPool, deploy_train
 from ratchet.infra.store.log import Fenced
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import RatchetError
@@ -119,7 +119,7 @@ class Pool:
         if state.message == GAVE_UP:
             states = self._answer(lambda: client.read_flow_run_states(flow_run.id))
             crash = max((state for state in states if state.is_crashed()), key=lambda state: state.timestamp)
-            why = f"it crashed {CRASHES} times, the last time with: {_line(crash)}"
+            why = f"it crashed {RESTARTS} times, the last time with: {_line(crash)}"
         else:
             why = _line(state)
         if state.name == "Fenced":

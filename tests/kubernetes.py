@@ -96,5 +96,5 @@ def kubernetes(folder: Path, images: Mapping[str, Path]) -> Iterator[Kubernetes]
                 time.sleep(0.1)
         yield Kubernetes(folder / "pods", folder / "kubeconfig")
     finally:
-        process.kill()
+        process.terminate()  # which ends the pods
         process.wait()

@@ -17,7 +17,7 @@ import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -222,10 +222,20 @@ def application(cluster: Cluster) -> Starlette:
             Route(f"{base}/namespaces/{{namespace}}/{{resource}}/{{name}}", one, methods=["GET", "DELETE"]),
             Route(f"{base}/namespaces/{{namespace}}/{{resource}}/{{name}}/log", log),
         ]
-    return Starlette(routes=routes)
+
+    @asynccontextmanager
+    async def until_it_ends(_: Starlette) -> AsyncIterator[None]:
+        yield
+        for process in cluster.processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    return Starlette(routes=routes, lifespan=until_it_ends)
 
 
 if __name__ == "__main__":
     folder, port, *given = sys.argv[1:]
     images = {name: Path(environment) for name, _, environment in (image.partition("=") for image in given)}
-    uvicorn.run(application(Cluster(Path(folder), images)), host="127.0.0.1", port=int(port), log_level="info")
+    cluster = Cluster(Path(folder), images)
+    # watches never end by themselves
+    uvicorn.run(application(cluster), host="127.0.0.1", port=int(port), timeout_graceful_shutdown=1)

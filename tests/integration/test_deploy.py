@@ -33,7 +33,6 @@ from tests.history import History
 AUTOMATIONS = (
     "ratchet: restart a flow run without heartbeats",
     "ratchet: restart a crashed flow run",
-    "ratchet: restart a flow run that crashed again, after a pause",
     "ratchet: fail a flow run that keeps crashing",
 )
 RATCHET = [sys.executable, "-c", "from ratchet.flows.commands.app import main; main()"]
