@@ -128,7 +128,8 @@ def test_a_run_in_pods_survives_them(
 def test_a_flow_run_that_cannot_start_is_tried_again_and_fails_with_the_reason(
     config: RunConfig, prefect_today: str, tmp_path: Path
 ) -> None:
-    pool, path = f"lacks-{os.getpid()}", tmp_path / "run.yaml"
+    config = config.with_values({"run.name": f"lacks-{os.getpid()}"})
+    pool, path = config.run.name, tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     deploy = [*RATCHET, "deploy", str(path), "--pool", pool, "--job-variable", "working_dir=/nowhere"]
     subprocess.run(deploy, check=True, timeout=900)
