@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo demo-countdown vllm sglang browser ceph kubernetes buildah test test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs clean
+.PHONY: demo demo-countdown vllm sglang browser ceph kubernetes buildah site-environment test test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -66,7 +66,7 @@ PYTEST = OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
 test: .venv/installed ## the tests, without the slow ones: ten minutes on two idle cores
 	$(PYTEST) -m "not slow" $(TESTS)
 
-test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah`
+test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah site-environment`
 	$(PYTEST) -m slow $(TESTS)
 
 test-sglang: build/sglang/installed ## those that ask a real SGLang server
@@ -103,6 +103,18 @@ gpu: .venv/vllm ## what one GPU shows in an hour, in gpu.md
 
 docs: .venv/installed ## what is generated: configuration, algorithms, metrics
 	python -m ratchet.flows.reference
+
+# only the extra: the site is made from the sources, without what they import
+build/site-environment/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/site-environment
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > build/site-environment/docs.txt
+	build/site-environment/bin/pip install --quiet --constraint constraints.txt --requirement build/site-environment/docs.txt
+	touch $@
+
+site-environment: build/site-environment/installed ## what makes the site, for its test
+
+site: site-environment ## docs/ as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 build/site-environment/bin/mkdocs build
 
 clean:
 	rm -rf .venv runs data models

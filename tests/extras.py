@@ -21,6 +21,8 @@ import pytest
 
 from tests import ceph, image, kubernetes, sglang_server
 
+MKDOCS = Path(__file__).parents[1] / "build" / "site-environment" / "bin" / "mkdocs"
+
 
 @dataclass(frozen=True)
 class Extra:
@@ -58,6 +60,7 @@ EXTRAS = {
     "ceph": Extra(lambda: ceph.missing() is None, "make ceph"),
     "kubernetes": Extra(kubernetes.is_here, "make kubernetes"),
     "buildah": Extra(image.is_here, "make buildah"),
+    "site": Extra(MKDOCS.exists, "make site-environment"),
     "chromium": Extra(lambda: chromium() is not None, "make browser"),
     "bubblewrap": Extra(lambda: shutil.which("bwrap") is not None, "apt-get install bubblewrap"),
     "verifiers": Extra(_package("verifiers"), "pip install ratchet-rlhf[verifiers]"),

@@ -95,7 +95,7 @@ TYPED = {
     ),
     "ratchet compare A B": "ratchet compare countdown other",
     "ratchet train CONFIG.yaml --dry-run": "ratchet train run.yaml --dry-run",
-    "ratchet train CONFIG.yaml KEY=VALUE": "ratchet train run.yaml actor.lr=1e-4",
+    "ratchet train CONFIG.yaml KEY=VALUE": "ratchet train run.yaml run.name=agents actor.lr=1e-4",
     "ratchet resume RUN": "ratchet resume countdown",
     "ratchet status RUN": "ratchet status countdown",
     "ratchet show RUN --where COND --format json": 'ratchet show countdown --where "score < 0.5" --format json',
