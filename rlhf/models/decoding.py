@@ -14,6 +14,7 @@ import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.kv_cache import cache_name
 from ratchet.rlhf.models.prefix_sharing import agree
 from ratchet.rlhf.models.truncated import truncated
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
     from transformers import PreTrainedModel
-
-CACHES = ("past_key_values", "cache_params")
-"""The names under which models take and return their caches."""
 
 
 class Decoder:
@@ -34,7 +32,7 @@ class Decoder:
         self.model = model
         base = inspect.signature(model.base_model.forward).parameters
         accepted = inspect.signature(model.forward).parameters.keys() | base.keys()
-        self._name = next((name for name in CACHES if name in accepted), CACHES[0])
+        self._name = cache_name(model)
         self._takes_positions = "position_ids" in accepted
         self._options: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in accepted:

@@ -5,6 +5,7 @@ transformers' own cache has a copy of the prompt for each response, and is copie
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,14 @@ class CachedPrompts:
         return by_member.flatten(0, 1)[self.place]
 
 
+def cache_name(model: PreTrainedModel) -> str:
+    """Returns the name under which a model takes and returns its cache: transformers 5.24 calls it `cache`."""
+    accepted = (
+        inspect.signature(model.base_model.forward).parameters.keys() | inspect.signature(model.forward).parameters
+    )
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in accepted), "past_key_values")
+
+
 @torch.no_grad()
 def fits(model: PreTrainedModel) -> bool:
     """Returns True if a model that shares prompts computes the same with `CachedPrompts`, on a few tokens.
@@ -154,18 +163,18 @@ def fits(model: PreTrainedModel) -> bool:
     Some architectures change keys and values between their cache and their attention.
     """
     prompt, new = torch.arange(3, device=model.device)[None], torch.arange(3, 5, device=model.device)[:, None]
-    base, was_training = model.base_model, model.training
+    base, was_training, name = model.base_model, model.training, cache_name(model)
     model.eval()  # gradient checkpointing turns caches off in training
     try:
         alone = base(input_ids=torch.cat([prompt.expand(2, 3), new], dim=1), use_cache=False).last_hidden_state[:, 3:]
         cache = DynamicCache(config=model.config)
-        base(input_ids=prompt, past_key_values=cache, use_cache=True)
+        base(input_ids=prompt, **{name: cache}, use_cache=True)
         prompts = CachedPrompts.of(cache, None, torch.zeros(2, dtype=torch.long, device=model.device))
         together = base(
             input_ids=new,
             position_ids=torch.full_like(new, 3),
-            past_key_values=in_place(len(cache.layers)),
             use_cache=True,
+            **{name: in_place(len(cache.layers))},
             **prefix_sharing.inputs(prompts),
         ).last_hidden_state
     except RuntimeError:  # the cache's tensors have other shapes than attention's
