@@ -131,13 +131,20 @@ def register(deployments: Sequence[RunnerDeployment]) -> list[UUID]:
     """Registers deployments on the server, with the automations that resume their flow runs; returns their ids."""
     for automation in _automations():
         _replace(automation)
-    applied = [deployment.apply() for deployment in deployments]
-    return [identifier for identifier in applied if isinstance(identifier, UUID)]
+    return [_applied(deployment) for deployment in deployments]
+
+
+def _applied(deployment: RunnerDeployment) -> UUID:
+    applied = deployment.apply()
+    assert isinstance(applied, UUID), "called from code that is not asynchronous"
+    return applied
 
 
 def deploy_train(name: str, pool: WorkPool) -> UUID:
-    """Registers `train` under a name, for flow runs that each bring a config; several may run at once."""
-    prepare(pool)
+    """Registers `train` under a name, for flow runs that each bring a config; several may run at once.
+
+    The pool is one that was prepared.
+    """
     [deployed] = register([_deployment(train, name, pool)])
     return deployed
 
@@ -204,8 +211,9 @@ def _entry(deployment: RunnerDeployment) -> dict[str, JsonValue]:
 def _deployment(offered: Flow[Any, Any], name: str, pool: WorkPool, **options: Any) -> RunnerDeployment:
     environment = {**DEFAULTS, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}
     given = dict(pool.job_variables)
-    if isinstance(added := given.pop("env", None), dict):
-        environment |= {name: str(value) for name, value in added.items()}
+    added = given.pop("env", {})
+    assert isinstance(added, dict), "`prepare` has refused others"
+    environment |= {name: str(value) for name, value in added.items()}
     # the base of relative paths in the config; those of an image are relative to its own folder
     place = {"working_dir": str(Path.cwd())} if pool.image is None else {"image": pool.image}
     deployment = offered.to_deployment(
@@ -264,9 +272,11 @@ def _mistakes(pool: WorkPool, registered: RegisteredPool) -> list[str]:
     name = f"the work pool {pool.name} (type {registered.type})"
     template: dict[str, Any] = registered.base_job_template
     variables: dict[str, Any] = template.get("variables", {}).get("properties", {})
-    if not variables:  # its first worker will say
-        return []
     mistakes = []
+    if not isinstance(pool.job_variables.get("env", {}), dict):
+        mistakes.append("""the job variable env is not an object: --job-variable 'env={"NAME": "value"}'""")
+    if not variables:  # its first worker will say
+        return mistakes
     if "image" in variables and pool.image is None:
         mistakes.append(
             f"{name} starts flow runs in containers: name an image that contains ratchet-rlhf and the code that the "

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 EVERY_S = 1.0
 """Minimum interval between progress updates, since each takes a few requests; shorter stages have none."""
 
+COLUMNS = ["trajectory_id", "prompt", "response", "score"]
 SAMPLES, LONGEST = 8, 1_000
-"""Trajectories in a table, and the most characters of a text."""
+"""Trajectories in a table of these columns, and the most characters of a text."""
 
 
 def has_pages() -> bool:
@@ -143,18 +144,19 @@ def show_iteration(driver: Driver, iteration: int, metrics: Mapping[str, float])
     if not _is_recorded():
         return
     with suppress(StoreUnavailable):
-        page = markdown(Run(driver.store), iteration, metrics)
+        run = Run(driver.store)
+        rows = run.trajectories([iteration], COLUMNS)
+        page = markdown(run, iteration, metrics, rows)
         key, title = f"{_slug(driver.config.run.name)}-iterations", f"{driver.config.run.name}, iteration {iteration}"
         recorded(lambda: create_markdown_artifact(page, key=key, description=title), lambda: None)
-        rows = samples(Run(driver.store), iteration)
-        table = {str(name): [str(value)[:LONGEST] for value in rows[name]] for name in rows}
+        table = {name: [str(value)[:LONGEST] for value in rows[name].head(SAMPLES)] for name in COLUMNS}
         samples_key = f"{_slug(driver.config.run.name)}-samples"
         recorded(lambda: create_table_artifact(table, key=samples_key, description=title), lambda: None)
 
 
 def samples(run: Run, iteration: int) -> pd.DataFrame:
     """Returns the first trajectories of an iteration, for tables."""
-    return run.trajectories([iteration], ["trajectory_id", "prompt", "response", "score"]).head(SAMPLES)
+    return run.trajectories([iteration], COLUMNS).head(SAMPLES)
 
 
 def show_report(url: str) -> str:
@@ -169,8 +171,8 @@ def show_report(url: str) -> str:
     return report_url
 
 
-def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
-    """Renders an iteration's page: metrics, stage times, the best and the worst trajectories."""
+def markdown(run: Run, iteration: int, metrics: Mapping[str, float], trajectories: pd.DataFrame) -> str:
+    """Renders an iteration's page: metrics, stage times, the best and the worst of its trajectories."""
     config = run.config
     place = f"{config.run.name} --store {config.run.store}"
     lines = [f"# {config.run.name}, iteration {iteration}", "", "| metric | value |", "|---|---|"]
@@ -192,7 +194,7 @@ def markdown(run: Run, iteration: int, metrics: Mapping[str, float]) -> str:
         lines.append(
             f"| {name} | {manifest.seconds:.2f} | {manifest.began - first:.2f} | {manifest.ended - first:.2f} |"
         )
-    frame = run.trajectories([iteration], ["prompt", "response", "score"]).sort_values("score", kind="stable")
+    frame = trajectories.sort_values("score", kind="stable")
     for title, rows in (("Worst", frame.head(3)), ("Best", frame.tail(3)[::-1])):
         lines += ["", f"## {title} trajectories", ""]
         for row in rows.itertuples():

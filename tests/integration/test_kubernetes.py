@@ -82,10 +82,11 @@ def test_a_run_in_pods_survives_them(
     template = str(ROOT / "infra" / "recipes" / "kubernetes" / "pool.json")
     cluster.prefect("work-pool", "create", pool, "--type", "kubernetes", "--base-job-template", template)
     with cluster.worker(pool, tmp_path / "worker.log"), SyncPrefectClient(prefect_today) as client:
-        wrong = ratchet("deploy", str(path), "--pool", pool, "--job-variable", "gpu=1")
+        wrong = ratchet("deploy", str(path), "--pool", pool, "--job-variable", "gpu=1", "--job-variable", "env=A")
         assert wrong.returncode == 2
         assert f"the work pool {pool} (type kubernetes) starts flow runs in containers: name an image" in wrong.stderr
         assert f"{pool} (type kubernetes) has no job variable gpu: it has command, cpu_request, " in wrong.stderr
+        assert "the job variable env is not an object" in wrong.stderr
         mine = ratchet("worker", "--pool", pool)
         assert mine.returncode == 2 and f"`prefect worker start --pool {pool}`" in mine.stderr
 

@@ -15,7 +15,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import AwaitingRetry, Cancelled, Completed, Failed
 
-from ratchet.flows.deploy import WorkPool, check_server
+from ratchet.flows.deploy import WorkPool, check_server, prepare
 from ratchet.flows.prefect_pool import Pool
 from ratchet.infra.store.log import Fenced
 from ratchet.rlhf.config import RunConfig
@@ -45,6 +45,7 @@ class Waiting:
         self.server, self.said, self.error = server, list[str](), None
         names = [config.run.name for config in configs]
         self.known = {name: len(flow_runs(server, name)) for name in names}
+        prepare(WorkPool("nobody"))
         pool = Pool(WorkPool("nobody"), "waited-for", self.said.append)
         settings = copy_context()  # which name the server
         self.thread = threading.Thread(target=settings.run, args=(self._train, pool, configs), daemon=True)

@@ -67,7 +67,7 @@ class Operations(TorchDispatchMode):
             first = 3 + 3 * ATTENTION.index(packet)
             tensors, others = args[:first], args[first + 2 :]
             queries, keys = (self._ends[ends.data_ptr()] for ends in args[first : first + 2])
-            # the formula does not know that a token attends only to those before it
+            # the formula ignores that attention is causal
             return formula(*tensors, queries, keys, *others) - formula(*tensors, queries, queries, *others) // 2
         return formula(*args, **kwargs, out_val=result)
 
