@@ -56,6 +56,7 @@ NOT_RUN = {
     "python benchmarks/gpu.py": "the same",
     "python benchmarks/paper.py": "the same: tests/unit/test_paper.py",
     "prefect deployment": "needs a Prefect server with a worker: tests/integration/test_deploy.py",
+    "prefect deploy": "the same",
     "prefect server": "the same",
     "prefect worker": "the same",
     "PREFECT_UI_API_URL": "the same",
@@ -302,6 +303,15 @@ def test_tables_hold_nothing_that_the_pages_do_not() -> None:
     for shown, typed in TYPED.items():
         fixed = {word for word in shown.partition(" [")[0].split() if not re.search("[A-Z]", word)}
         assert fixed <= set(typed.split()), f"{typed} is not {shown}"
+
+
+@pytest.mark.promise
+def test_every_command_is_run_or_says_why_not() -> None:
+    """The test that runs them is slow: one that it cannot run must not wait for it."""
+    for command in ALL:
+        program, *rest = command.words
+        runs = program == "ratchet" or (program == "python" and rest[0].endswith(".py")) or program == "kill"
+        assert runs or command.reason_not_to_run, f"{command.page}: say in NOT_RUN why no test runs: {command.text}"
 
 
 @pytest.mark.promise
