@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo demo-countdown vllm sglang browser ceph kubernetes buildah site-environment test test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
+.PHONY: demo vllm sglang browser ceph kubernetes buildah site-environment test test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 .venv/installed: pyproject.toml constraints.txt
@@ -34,11 +34,8 @@ build/sglang/installed: .venv/vllm infra/recipes/sglang-cpu.txt
 
 sglang: build/sglang/installed ## an SGLang server for tests, without a GPU
 
-demo: .venv/installed ## a pretrained model learns with GRPO on this machine, shown before and after
-	examples/sentences/run.sh
-
-demo-countdown: .venv/installed ## a tiny model of our own: data, supervised model, PPO, and a picture
-	examples/countdown.sh
+demo: .venv/installed ## a pretrained model learns with GRPO on this machine; see also `ratchet demo --help`
+	ratchet demo
 
 browser: ## a Chromium for the tests of pages, with apt
 ifeq ($(shell command -v chromium || command -v chromium-browser || command -v google-chrome),)

@@ -1,6 +1,6 @@
 """Measures held-out solve rates on Countdown after the same number of generated tokens, for several recipes and seeds.
 
-    make demo-countdown                         # once: the data and the supervised model
+    ratchet demo countdown                       # once: the data and the supervised model
     OMP_NUM_THREADS=1 python benchmarks/algorithms.py ppo grpo rloo dapo --tokens 240000 --seeds 0 1 2
 
 Each recipe is trained one iteration at a time (a finished run continues when `train.iterations` is raised) until it has

@@ -1,6 +1,6 @@
 """Trains SmolLM2-135M-Instruct on the demo's task with several recipes, and measures what each has learned.
 
-    make demo                                   # once: the data and the model
+    ratchet demo                                # once: the data and the model
     python benchmarks/sentences.py grpo ppo rloo --seeds 0 1 2
 
 Each run is examples/sentences/grpo.yaml with the changes of its recipe. Its last weights answer the held-out prompts,

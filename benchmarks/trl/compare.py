@@ -3,7 +3,7 @@
     make bench-trl            # or: python benchmarks/trl/compare.py [--only NAME] [--rounds 5]
 
 The same weights, prompts, lengths, type and single thread: a Llama with 3.7 M parameters, 32 responses of 64 tokens to
-prompts of 32 tokens, one optimizer step on all of them; or SmolLM2-135M-Instruct (models/smollm2, which `make demo`
+prompts of 32 tokens, one optimizer step on all of them; or SmolLM2-135M-Instruct (models/smollm2, which `ratchet demo`
 makes), 32 tokens, and prompts of the demo, of about 40 tokens. GRPO samples four responses per prompt, or eight; PPO
 one, with four models, and the rollout's log-probs as the old ones, as TRL does. Each side is a process of its own that
 runs three iterations to warm up and five that count (one and three with SmolLM2); the sides take turns, and each round

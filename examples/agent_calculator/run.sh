@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains an agent to call its tool. Run it in the root of a checkout (pip install openai); a second run resumes.
+# `ratchet demo agent_calculator`: trains an agent to call its tool (pip install openai).
 set -euo pipefail
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 run() { echo; echo "\$ $*"; "$@"; }
 
 run python examples/agent_calculator/agent.py data/calculator
-[ -f models/countdown-base/model.safetensors ] || run python examples/countdown_model.py models/countdown-base
+[ -f models/countdown-base/model.safetensors ] || run python examples/countdown/model.py models/countdown-base
 [ -f models/calculator-sft/model.safetensors ] || run ratchet sft --model models/countdown-base \
     --data data/calculator/sft.jsonl --output models/calculator-sft --steps 400 --batch-examples 64 --lr 2e-3 \
     --warmup-steps 20

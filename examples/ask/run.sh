@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains a model that asks, but rarely listens, to do both. Run it in the root of a checkout; a second run resumes.
+# `ratchet demo ask`: trains a model that asks, but rarely listens, to do both.
 set -euo pipefail
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 run() { echo; echo "\$ $*"; "$@"; }
 
 run python examples/ask/ask.py data/ask
-[ -f models/countdown-base/model.safetensors ] || run python examples/countdown_model.py models/countdown-base
+[ -f models/countdown-base/model.safetensors ] || run python examples/countdown/model.py models/countdown-base
 run ratchet sft --model models/countdown-base --data data/ask/sft.jsonl --output models/ask-sft \
     --steps 150 --batch-examples 64 --lr 2e-3 --warmup-steps 20
 run ratchet train examples/ask/ask.yaml

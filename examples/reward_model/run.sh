@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# All of RLHF: a supervised model, a reward model from preferences, PPO against it. Run it in the root of a checkout; a
-# second run resumes the first.
+# `ratchet demo reward_model`: all of RLHF: a supervised model, a reward model from preferences, PPO against it.
 set -euo pipefail
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 run() { echo; echo "\$ $*"; "$@"; }
 
 [ -f data/countdown/train.parquet ] || run ratchet data countdown data/countdown
-[ -f models/countdown-base/model.safetensors ] || run python examples/countdown_model.py models/countdown-base
+[ -f models/countdown-base/model.safetensors ] || run python examples/countdown/model.py models/countdown-base
 # few steps, so that PPO has something left to learn
 run ratchet sft --model models/countdown-base --data data/countdown/sft.parquet --output models/countdown-early \
     --steps 300 --batch-examples 32 --lr 2e-3 --warmup-steps 50

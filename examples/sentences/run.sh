@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The demo: a pretrained model learns to write short sentences. Run it in the root of a checkout; a second run resumes.
+# `ratchet demo`: a pretrained model learns to write short sentences.
 set -euo pipefail
 run() { echo; echo "\$ $*"; "$@"; }
 

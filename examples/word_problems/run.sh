@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# A pretrained model learns word problems: supervised training on worked answers, then GRPO. Run it in the root of a
-# checkout; a second run resumes.
+# `ratchet demo word_problems`: a pretrained model learns word problems: supervised training on worked answers, then GRPO.
 set -euo pipefail
 run() { echo; echo "\$ $*"; "$@"; }
 

@@ -127,7 +127,7 @@ def reproduce(
             differs = differs or (None if reproduced.same else reproduced.stage)
     if differs is not None:
         raise RatchetError(
-            f"iteration {iteration} differs from the committed one, first in {differs}; the last bits of a result "
-            "also depend on the engine, packages and threads (OMP_NUM_THREADS, which examples/countdown.sh sets to 1)"
+            f"iteration {iteration} differs from the committed one, first in {differs}; the last bits of a result also "
+            "depend on the engine, packages and threads (OMP_NUM_THREADS, which `ratchet demo countdown` sets to 1)"
         )
     console.print(f"iteration {iteration} is bit-identical to the committed one")

@@ -19,6 +19,7 @@ from ratchet.flows.commands.console import errors
 from ratchet.flows.commands.convert import convert
 from ratchet.flows.commands.data import data
 from ratchet.flows.commands.dataset import dataset
+from ratchet.flows.commands.demo import demo
 from ratchet.flows.commands.deploy import deploy, worker
 from ratchet.flows.commands.doctor import doctor
 from ratchet.flows.commands.forks import fork, relabel, rescore, sweep
@@ -44,7 +45,7 @@ for command in (resume, stop, status, ls, show, query, compare, ui, report):
     app.command()(command)
 for command in (fork, sweep, relabel, rescore, bisect, plan, explain, reproduce, vacuum, verify):
     app.command()(command)
-for command in (evaluate, serve, ingest, export, push, sft, reward_model, deploy, worker, doctor):
+for command in (evaluate, serve, ingest, export, push, sft, reward_model, deploy, worker, demo, doctor):
     app.command()(command)
 app.add_typer(data, name="data")
 app.add_typer(model, name="model")

