@@ -1,16 +1,18 @@
 PYTHON ?= python3.11
-BIN := .venv/bin
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm sglang browser ceph kubernetes buildah site-environment test test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
+.PHONY: demo vllm sglang browser ceph kubernetes buildah site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
-.venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) torch
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 # vLLM beside everything else: on the CPU without the packages that text models do not need
@@ -60,8 +62,15 @@ kubernetes: build/kubernetes/installed ## today's Prefect worker for Kubernetes,
 
 TESTS ?= tests
 PYTEST = OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
-test: .venv/installed ## the tests, without the slow ones: ten minutes on two idle cores
+test: $(VENV)/installed ## the tests, without the slow ones: ten minutes on two idle cores
 	$(PYTEST) -m "not slow" $(TESTS)
+
+# what depends most on torch, transformers, PEFT, DeepSpeed, Prefect and Ray
+VERSIONS ?= oldest
+OTHERS = tests/contract/test_train_engines.py tests/contract/test_lora.py tests/integration/test_train.py \
+	tests/integration/test_deploy.py tests/integration/test_packaging.py tests/unit/test_hub_layout.py
+test-versions: ## some of them with the oldest versions that pyproject.toml takes; VERSIONS=newest: with the newest
+	$(MAKE) test VENV=build/$(VERSIONS) CONSTRAINTS=tests/versions/$(VERSIONS).txt TESTS="$(OTHERS)"
 
 test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah site-environment`
 	$(PYTEST) -m slow $(TESTS)

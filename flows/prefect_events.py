@@ -144,3 +144,9 @@ def record_model(url: str, run: Run, version: int) -> None:
     """Records that the model of a snapshot was written to a folder or a repository, if there is a server."""
     if has_pages():
         materialized(_asset(url), [snapshots_of(run.store.url)], {"version": version})
+
+
+def record_dataset(url: str, runs: Sequence[Run], rows: int) -> None:
+    """Records that trajectories of runs were written to a file as training data, if there is a server."""
+    if has_pages():
+        materialized(_asset(url), [trajectories_of(run.store.url) for run in runs], {"rows": rows})

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ratchet.flows.commands.console import console
 from ratchet.flows.commands.options import DEFAULT_STORE, Names, Store, make_folder, url_of
+from ratchet.flows.commands.starting import has_server
 from ratchet.flows.terminal import visible
 from ratchet.rlhf.data.selection import Kind, Selection
 from ratchet.rlhf.errors import UserError, counted
@@ -74,8 +75,13 @@ def dataset(
     if "://" not in output:
         make_folder(Path(output).parent)
     selection = Selection(kind, min_score, margin, similarity, decontaminate, balance, filter)
-    made = made_of([open_run(url_of(name, store)) for name in names], selection)
+    runs = [open_run(url_of(name, store)) for name in names]
+    made = made_of(runs, selection)
     write_parquet(made.table, output)
+    if has_server():
+        from ratchet.flows.prefect_events import record_dataset
+
+        record_dataset(output if "://" in output else Path(output).resolve().as_uri(), runs, len(made.table))
     _show(made, output)
 
 

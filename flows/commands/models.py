@@ -24,7 +24,7 @@ from ratchet.flows.commands.options import (
     run_names,
     url_of,
 )
-from ratchet.flows.commands.starting import silence_prefect, start_server, wait_for
+from ratchet.flows.commands.starting import has_server, silence_prefect, start_server, wait_for
 from ratchet.rlhf import consent
 from ratchet.rlhf.config import RunConfig, parse_config
 from ratchet.rlhf.errors import UserError, counted
@@ -324,9 +324,8 @@ def push(
 
 
 def _record(url: str, run: Run, version: int) -> None:
-    """Records a written model as an asset, if PREFECT_API_URL names a server."""
-    if os.environ.get("PREFECT_API_URL"):
-        silence_prefect()
+    """Records a written model as an asset."""
+    if has_server():
         from ratchet.flows.prefect_events import record_model
 
         record_model(url, run, version)

@@ -14,6 +14,14 @@ from ratchet.rlhf.distributed.gpus import GPUs
 from ratchet.rlhf.errors import UserError, counted, reached
 
 
+def has_server() -> bool:
+    """True if `PREFECT_API_URL` names a server. Imports Prefect only then."""
+    if not os.environ.get("PREFECT_API_URL"):
+        return False
+    silence_prefect()
+    return True
+
+
 def announce(config: RunConfig, accept_changes: bool, gpu: str | None) -> None:
     """Checks everything that a start would check, and says what it would do; `gpu` names GPUs other than this
     machine's."""

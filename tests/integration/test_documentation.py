@@ -1,7 +1,7 @@
 """What README.md, AGENTS.md, CONTRIBUTING.md and docs/*.md show works: commands, blocks of Python, config keys.
 
-The commands run in a small copy of what `ratchet demo countdown` leaves behind: its config with smaller sizes, its data,
-its model after a few supervised steps, and a whole run.
+The commands run in a small copy of what `ratchet demo countdown` leaves behind: its config with smaller sizes, its
+data, its model after a few supervised steps, and a whole run.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+import pyarrow.parquet as pq
 import yaml
 from prefect.automations import Automation
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
@@ -96,6 +97,14 @@ def test_commits_are_events_and_what_is_stored_is_an_asset(
     [exported] = events(prefect_server, f"file://{model}", materialized)
     assert exported["payload"] == {"version": 2}
     assert f"{run}/checkpoints" in {related["prefect.resource.id"] for related in exported["related"]}
+
+    chosen = tmp_path / "chosen.parquet"
+    dataset = ["dataset", config.run.name, "-o", str(chosen), "--kind", "kto", "--store", config.run.store]
+    subprocess.run([*RATCHET, *dataset], check=True, timeout=900)
+    wait(lambda: len(events(prefect_server, f"file://{chosen}", materialized)) == 1)
+    [made] = events(prefect_server, f"file://{chosen}", materialized)
+    assert made["payload"] == {"rows": pq.read_metadata(chosen).num_rows}
+    assert f"{run}/trajectories" in {related["prefect.resource.id"] for related in made["related"]}
 
 
 def test_the_recipe_pauses_a_deployment_whose_validation_falls_and_tells_somebody(
