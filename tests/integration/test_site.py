@@ -29,7 +29,8 @@ def test_the_site_has_every_page_and_every_public_name(tmp_path: Path) -> None:
     assert '<h1 id="ratchet">' in (tmp_path / "index.html").read_text(), "README is the home page"
     pages = {page.relative_to(ROOT / "docs").with_suffix("") for page in (ROOT / "docs").rglob("*.md")}
     made = {page.parent.relative_to(tmp_path) for page in tmp_path.rglob("index.html")}
-    assert made == pages | {Path(name) for name in (".", "CONTRIBUTING", "AGENTS", "CHANGELOG")}
+    assert made == pages | {Path(name) for name in (".", "CONTRIBUTING", "AGENTS", "CHANGELOG", "notebook")}
+    assert "<img" in (tmp_path / "notebook" / "index.html").read_text(), "the notebook's curve"
     described = set(
         re.findall(r'id="(ratchet\.[\w.]+)"', "".join(p.read_text() for p in tmp_path.glob("api/*/*.html")))
     )
@@ -43,7 +44,8 @@ def test_links_that_lead_nowhere_fail_the_site(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", sources / "docs")
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, sources)
-    (sources / "src").symlink_to(ROOT / "src")
+    for name in ("src", "examples"):
+        (sources / name).symlink_to(ROOT / name)
     wrong = ("gone.md", "metrics.md#gone", "../gone.md", "../CONTRIBUTING.md#gone")
     with (sources / "docs" / "ui.md").open("a") as page:
         page.writelines(f"\n[a link]({link})\n" for link in wrong)
