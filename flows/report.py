@@ -106,7 +106,7 @@ def _trajectories(run: Run, tokens: int, damaged: OnDamage) -> list[TrajectoryDo
     if "score" not in frame or frame.empty:
         return []
     sample = _sample(frame, tokens)
-    decode, scales = decoder(run.config), scales_of(sample)
+    decode, scales = decoder(run), scales_of(sample)
     return [trajectory(row, decode, scales) for row in sample.to_dict("records")]
 
 

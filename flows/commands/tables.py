@@ -388,7 +388,7 @@ def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack |
     )
     from ratchet.flows.ui.documents import decoder
 
-    decode = decoder(run.config)
+    decode = decoder(run)
     for row in found.examples.head(limit).to_dict("records"):
         said = f"{row['trajectory_id']}: score {row['score']:.3f}, stricter {row['strict']:.3f}"
         console.print(f"\n{said}, advantage {row['advantage']:+.3f}", highlight=False)

@@ -30,6 +30,7 @@ ORDERS: dict[Order, str] = {
     "worst": "score ASC NULLS LAST",
     "longest": "length DESC",
     "shortest": "length ASC",
+    "newest": "iteration DESC, score DESC NULLS LAST",
 }
 TEXTS = ("prompt", "response", "ground_truth")
 
@@ -58,6 +59,7 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
         ("low", wanted.low, "score >= $low"),
         ("high", wanted.high, "score <= $high"),
         ("prompt_id", wanted.prompt_id or None, "prompt_id = $prompt_id"),
+        ("like", wanted.like or None, "prompt = (SELECT prompt FROM trajectories WHERE trajectory_id = $like LIMIT 1)"),
     ):
         if value is not None:
             conditions.append(condition)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.records import Fork, StageCommit
 from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.transcripts import transcript
-from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.metrics import BY_NAME, VALIDATION
 from ratchet.rlhf.models.tokenizers import reading_tokenizer
@@ -150,7 +151,7 @@ class TrajectoryDocument(Document):
         )
 
 
-Order = Literal["best", "worst", "longest", "shortest"]
+Order = Literal["best", "worst", "longest", "shortest", "newest"]
 
 
 class Filter(Document):
@@ -166,6 +167,8 @@ class Filter(Document):
     low: float | None = None
     high: float | None = None
     prompt_id: str = ""
+    like: str = ""
+    """The id of a trajectory: only answers to its prompt."""
     order: Order = "best"
 
 
@@ -337,10 +340,10 @@ def scales_of(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
     return scales
 
 
-def decoder(config: RunConfig) -> Decode | None:
+def decoder(run: Run) -> Decode | None:
     """Returns the decode function of the run's tokenizer; None if it has no files, or needs code of its own."""
     try:
-        tokenizer = reading_tokenizer(config.model)
+        tokenizer = reading_tokenizer(_found(run))
     except UserError as reason:
         note(f"responses are shown without their tokens: {reason}")
         return None
@@ -350,6 +353,16 @@ def decoder(config: RunConfig) -> Decode | None:
         return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     return decode
+
+
+def _found(run: Run) -> ModelConfig:
+    """Returns the run's model. A folder that is not here may be beside the store: a run of ./runs was started there."""
+    model, url = run.config.model, run.store.url
+    if url.startswith("file://") and not Path(model.path).is_absolute() and not Path(model.path).exists():
+        for folder in Path(url.removeprefix("file://")).parents:
+            if (folder / model.path / "config.json").is_file():
+                return model.model_copy(update={"path": str(folder / model.path)})
+    return model
 
 
 def token_texts(ids: tuple[int, ...], decode: Decode) -> list[str]:

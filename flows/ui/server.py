@@ -129,7 +129,7 @@ class Opened:
 
     @cached_property
     def _decode(self) -> Decode | None:
-        return decoder(self.run.config)
+        return decoder(self.run)
 
 
 class Pages:

@@ -50,9 +50,9 @@ def runs(store: Path, *names: str) -> list[Run]:
     return [open_run(f"file://{store}/{name}") for name in names]
 
 
-def show(page: Page, path: Path, *reported: Run) -> None:
+def show(page: Page, path: Path, *reported: Run, view: str = "curves") -> None:
     report.write(reported, path)
-    page.goto(path.as_uri())
+    page.goto(f"{path.as_uri()}#view={view}")
     page.wait_for_selector("body[data-ready]")
 
 
@@ -103,7 +103,7 @@ def test_a_constant_is_drawn_at_its_scale(page: Page, shown_runs: Path, tmp_path
 
 def test_trajectories_are_filtered_and_sorted(page: Page, shown_runs: Path, tmp_path: Path) -> None:
     (run,) = runs(shown_runs, "ppo")
-    show(page, tmp_path / "report.html", run)
+    show(page, tmp_path / "report.html", run, view="answers")
     frame = run.trajectories()
     assert len(page.evaluate(LISTED)) == len(frame) == 24
     best = frame.sort_values(["score", "iteration", "trajectory_id"], ascending=[False, False, True])
@@ -136,7 +136,7 @@ def test_trajectories_are_filtered_and_sorted(page: Page, shown_runs: Path, tmp_
 
 def test_tokens_are_coloured_by_what_is_chosen(page: Page, shown_runs: Path, tmp_path: Path) -> None:
     both = runs(shown_runs, "ppo", "grpo")
-    show(page, tmp_path / "report.html", *both)
+    show(page, tmp_path / "report.html", *both, view="answers")
     frame = both[0].trajectories().set_index("trajectory_id")
     third = page.locator("#list button").nth(2)
     third.click()
@@ -183,7 +183,7 @@ def test_what_a_model_writes_stays_text(page: Page, shown_runs: Path, tmp_path: 
     (run,) = runs(shown_runs, "hostile")
     frame = run.trajectories().set_index("trajectory_id")
     assert frame["response"].str.contains("<script>", regex=False).sum() > 5
-    show(page, tmp_path / "report.html", run)
+    show(page, tmp_path / "report.html", run, view="answers")
     for button in page.locator("#list button").all():
         button.click()
         trajectory_id = button.get_attribute("data-id")
@@ -207,8 +207,10 @@ def test_a_run_that_goes_on(page: Page, shown_runs: Path, tmp_path: Path) -> Non
     assert page.evaluate("document.querySelector('.chart').plot.series[0].values[2]") is None, (
         "only the validation is committed"
     )
+    page.keyboard.press("2")
+    wait_until(page, "document.querySelectorAll('[name=iteration] option').length > 0")
     assert page.locator("[name=iteration] option").all_inner_texts() == ["all in this report", "1", "0"]
-    show(page, path, *runs(shown_runs, "new"))
+    show(page, path, *runs(shown_runs, "new"), view="answers")
     assert "no iteration is closed yet" in page.inner_text("#count")
     assert page.locator(".token").count() == 0
     assert list(tmp_path.iterdir()) == [path]
@@ -217,7 +219,7 @@ def test_a_run_that_goes_on(page: Page, shown_runs: Path, tmp_path: Path) -> Non
 def test_damage_is_named_and_left_out(page: Page, shown_runs: Path, tmp_path: Path) -> None:
     shutil.copytree(shown_runs / "ppo", tmp_path / "ppo")
     (tmp_path / "ppo" / "trajectories" / "score" / "iteration=000001" / "1-0-part-00000.parquet").write_bytes(b"short")
-    show(page, tmp_path / "report.html", *runs(tmp_path, "ppo"))
+    show(page, tmp_path / "report.html", *runs(tmp_path, "ppo"), view="answers")
     damage = page.inner_text("#damages")
     assert damage.startswith("Left out, because it could not be read: ")
     assert "score/iteration=000001/1-0-part-00000.parquet is damaged" in damage
@@ -230,7 +232,7 @@ def test_a_report_needs_no_model(page: Page, shown_runs: Path, tmp_path: Path, m
 
     monkeypatch.setattr(documents, "reading_tokenizer", missing)
     (run,) = runs(shown_runs, "ppo")
-    show(page, tmp_path / "report.html", run)
+    show(page, tmp_path / "report.html", run, view="answers")
     assert page.text_content("#reader .response") in set(run.trajectories()["response"])
     assert page.locator(".token").count() == 0
 

@@ -51,13 +51,19 @@ def best_first(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.sort_values(["score", "iteration", "trajectory_id"], ascending=[False, False, True])
 
 
+def find(page: Page, words: str) -> None:
+    page.fill("#find", words)
+
+
 def test_runs_and_their_state(page: Page, url: str) -> None:
     visit(page, url)
-    rows = {row.get_attribute("data-name"): row.inner_text() for row in page.locator("#list-of-runs tbody tr").all()}
+    for fold in page.locator(".fold").all():
+        fold.click()
+    rows = {row.get_attribute("data-name"): row.inner_text() for row in page.locator("#list-of-runs li").all()}
     assert set(rows) == {"ppo", "grpo", "hostile", "open", "new"}
     assert "finished" in rows["ppo"] and "3 of 3" in rows["ppo"]
     assert "not started" in rows["open"] and "2 of 3" in rows["open"]
-    page.click("tr[data-name=open] button")
+    page.click("li[data-name=open] .name")
     wait_until(page, "document.querySelector('#now h3')?.textContent === 'open'")
     stages = page.locator("#now .stages li").all_inner_texts()
     assert [stage.split()[:2] for stage in stages][:3] == [["valid", "✓"], ["gen", "✓"], ["score", "·"]]
@@ -67,11 +73,12 @@ def test_runs_and_their_state(page: Page, url: str) -> None:
 def test_a_run_without_a_closed_iteration_says_so(page: Page, url: str) -> None:
     visit(page, f"{url}#run=new")
     assert page.inner_text("#seconds") == "no metrics of a closed iteration"
+    page.keyboard.press("2")
     wait_until(page, "document.querySelector('#count').textContent !== ''")
 
 
 def test_trajectories_by_sql_and_clicks(page: Page, url: str, ppo: Run) -> None:
-    visit(page, f"{url}#run=ppo")
+    visit(page, f"{url}#run=ppo&view=answers")
     newest = best_first(ppo.trajectories([2]))
     wait_for_list(page, newest)
     assert page.inner_text("#count") == "8 of 8 trajectories of iteration 2"
@@ -102,11 +109,12 @@ def test_trajectories_by_sql_and_clicks(page: Page, url: str, ppo: Run) -> None:
     ],
 )
 def test_a_wrong_condition_gives_one_line(page: Page, url: str, condition: str, message: str) -> None:
-    visit(page, f"{url}#run=ppo")
+    visit(page, f"{url}#run=ppo&view=answers")
     page.fill("[name=where]", condition)
     page.wait_for_selector("#filter-error:not([hidden])")
     text = page.inner_text("#filter-error")
     assert message in text and "\n" not in text
+    assert page.locator("#list button").count() == 0 and page.inner_text("#count") == "", "nothing of the query before"
     page.fill("[name=where]", "score is not null")
     page.wait_for_selector("#filter-error", state="hidden")
 
@@ -143,7 +151,8 @@ def _opacity(colour: str) -> float:
 
 
 def test_two_runs_side_by_side(page: Page, url: str, shown_runs: Path, ppo: Run) -> None:
-    visit(page, f"{url}#run=ppo")
+    visit(page, f"{url}#run=ppo&view=answers")
+    find(page, "grpo")
     page.check("[data-run=grpo]")
     wait_until(page, "document.querySelector('.chart').plot.series.length === 2")
     assert page.evaluate("document.querySelector('.chart').plot.series.map(s => s.label)") == ["ppo", "grpo"]
@@ -160,10 +169,13 @@ def test_two_runs_side_by_side(page: Page, url: str, shown_runs: Path, ppo: Run)
 
 def test_a_link_gives_the_same_view(browser: Browser, page: Page, url: str, ppo: Run) -> None:
     visit(page, url)
-    page.click("tr[data-name=grpo] button")
+    find(page, "grpo")
+    page.click("li[data-name=grpo] .name")
     wait_until(page, "document.querySelector('#now h3')?.textContent === 'grpo'")
+    find(page, "ppo")
     page.check("[data-run=ppo]")
     wait_until(page, "document.querySelectorAll('#now h3').length === 2")
+    page.click("[data-view=answers]")
     page.select_option("[name=of]", "ppo")
     page.select_option("[name=iteration]", "1")
     page.fill("[name=where]", "sample = 1 and prompt <> 'a&b=#'")
@@ -184,10 +196,9 @@ def test_a_link_gives_the_same_view(browser: Browser, page: Page, url: str, ppo:
 
 
 def test_the_keyboard_is_enough(page: Page, url: str, ppo: Run) -> None:
-    visit(page, f"{url}#run=ppo")
+    visit(page, f"{url}#run=ppo&view=answers")
     newest = list(best_first(ppo.trajectories([2]))["trajectory_id"])
-    page.focus("nav a >> text=trajectories")
-    page.keyboard.press("Enter")
+    page.focus("[data-view=config]")
     reached = []
     for _ in range(9):
         page.keyboard.press("Tab")
@@ -207,6 +218,7 @@ def test_the_keyboard_is_enough(page: Page, url: str, ppo: Run) -> None:
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     assert page.inner_text("#reader .told").startswith("token 1 ")
+    page.keyboard.press("1")
     page.focus(".chart")
     page.keyboard.press("ArrowLeft")
     assert "it 3" in page.inner_text("#curves .values >> nth=0")
@@ -224,7 +236,7 @@ def test_phones_and_the_dark(browser: Browser, url: str) -> None:
 
 
 def test_what_a_model_writes_stays_text(page: Page, url: str, shown_runs: Path) -> None:
-    visit(page, f"{url}#run=hostile")
+    visit(page, f"{url}#run=hostile&view=answers")
     page.wait_for_selector("#reader .token")
     frame = open_run(f"file://{shown_runs}/hostile").trajectories([2]).set_index("trajectory_id")
     row = frame.loc[page.inner_text("#reader h3").split()[0]]
@@ -250,6 +262,7 @@ def test_curves_grow_while_a_run_trains(
         wait_until(page, f"{SCORES}[2] !== null")
         assert driver.wait() == 0, driver.text
         wait_until(page, "document.querySelector('#now').textContent.includes('3 of 3 iterations closed')")
+        page.click("[data-view=answers]")
         wait_until(page, "document.querySelector('#count').textContent.endsWith('of iteration 2')")
         scores = open_run(f"{config.run.store}/live").metrics()["critic/score/mean"]
         assert page.evaluate(SCORES)[:3] == pytest.approx(list(scores), rel=1e-5)
@@ -260,7 +273,8 @@ def test_a_run_in_a_bucket(page: Page, shown_runs: Path, s3: str, ppo: Run) -> N
     s3fs.S3FileSystem().put(f"{shown_runs}/ppo", f"{store}/ppo", recursive=True)
     with live(page, store) as url:
         visit(page, url)
-        assert "3 of 3" in page.inner_text("tr[data-name=ppo]")
+        assert "3 of 3" in page.inner_text("li[data-name=ppo]")
+        page.click("[data-view=answers]")
         page.fill("[name=where]", "score >= 0")
         wait_for_list(page, best_first(ppo.trajectories([2])))
         page.wait_for_selector("#reader .token")

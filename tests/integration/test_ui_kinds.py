@@ -36,7 +36,9 @@ def damaged(shown_runs: Path, tmp_path: Path) -> Path:
 
 
 def row_of(page: Page, name: str) -> str:
-    return page.inner_text(f"#list-of-runs tr[data-name={name}]")
+    """What the list says of a run, and, when asked, of its problem."""
+    problem = page.get_attribute(f"li[data-name={name}] .state", "title") or ""
+    return f"{page.inner_text(f'#list-of-runs li[data-name={name}]')} {problem}"
 
 
 def test_a_dialogue_shows_who_wrote_what(page: Page, other_runs: Path) -> None:
@@ -83,12 +85,17 @@ def test_a_fit_shows_its_metrics(page: Page, other_runs: Path, name: str, loss: 
             for metric in metrics.columns
             if metric != "iteration"
         }
+        page.keyboard.press("3")
         assert ["lr", "0.01"] in page.locator("#config tr").evaluate_all(
             "all => all.map(r => r.innerText.split('\\t'))"
         )
-        assert page.is_hidden("#trajectories") and page.is_hidden("#time"), "it has none, and no stages"
+        page.keyboard.press("2")
+        assert page.inner_text("#no-answers") == "these runs have no answers: they are fits"
+        page.keyboard.press("1")
+        assert page.is_hidden("#time"), "it has no stages"
         page.check("[data-run=dialogue]")
         wait_until(page, "document.querySelectorAll('#now h3').length === 2")
+        page.click("[data-view=answers]")
         page.wait_for_selector("#reader .token")
         assert page.locator("[name=of] option").all_inner_texts() == ["dialogue"]
         assert page.locator("#seconds h3").all_inner_texts() == ["dialogue: seconds by stage"]
@@ -122,7 +129,7 @@ def test_what_can_be_read_of_trajectories_is_shown(
 ) -> None:
     damage(damaged / key)
     with live(page, f"file://{damaged.parent}") as url:
-        visit(page, f"{url}#run=ppo")
+        visit(page, f"{url}#run=ppo&view=answers")
         wait_until(page, "document.querySelector('#count').textContent !== ''")
         wait_until(page, f"{LISTED}.length === {listed}")
         told = page.inner_text("#left-out")
@@ -164,10 +171,11 @@ def test_an_iteration_without_its_index_is_missing_from_the_curves(page: Page, d
         assert page.locator("#now h3").all_inner_texts() == ["whole"], "by default one that is whole"
         row = row_of(page, "ppo")
         assert "damaged" in row and "3 of 3" in row and f"{key} is gone" in row
-        page.click("tr[data-name=ppo] button")
+        page.click("li[data-name=ppo] .name")
         wait_until(page, "document.querySelector('#now h3')?.textContent === 'ppo'")
         assert f"{LEFT_OUT}file://{damaged}/{key} is gone" in page.inner_text("#damages")
         assert page.evaluate(CURVES)["critic/score/mean: score, mean"][0] == [0, 2, 3]
+        page.click("[data-view=answers]")
         page.select_option("[name=iteration]", "all")
         wait_until(page, f"{LISTED}.length === 16")
         assert {trajectory[:8] for trajectory in page.evaluate(LISTED)} == {"it000000", "it000002"}
@@ -178,7 +186,7 @@ def test_a_log_that_cannot_be_read_is_named_and_hides_no_other_run(browser: Brow
     newest = max((damaged / "log").glob("[0-9]*.json"))
     truncate(newest)
     with opened(browser, refused="status of 502") as page, live(page, f"file://{damaged.parent}") as url:
-        visit(page, f"{url}#run=ppo")
+        visit(page, f"{url}#run=ppo&view=answers")
         assert f"{newest.name} is damaged" in row_of(page, "ppo")
         assert f"{newest.name} is damaged" in page.inner_text("#error")
         page.check("[data-run=whole]")

@@ -1,12 +1,16 @@
 /* The state of the page, which its address holds (after the `#`), so that a link gives the same view. */
 
-const FIELDS = ["run", "of", "iteration", "order", "low", "high", "text", "where", "id", "colour", "beside"];
+const FIELDS = ["view", "run", "x", "smooth", "log", "metric", "of", "iteration", "order", "low", "high", "text", "where",
+  "id", "colour", "beside"];
+const OF_ANSWERS = ["of", "iteration", "order", "low", "high", "text", "where", "id"];
 
 /** The state that the address holds now: `runs` are names in order, everything else is a text or "". */
 export function read() {
   const parameters = new URLSearchParams(location.hash.slice(1));
   const state = Object.fromEntries(FIELDS.map(field => [field, parameters.get(field) ?? ""]));
-  return {...state, runs: parameters.getAll("run")};
+  // a link to answers opens at them
+  const view = state.view || (OF_ANSWERS.some(field => state[field]) ? "answers" : "curves");
+  return {...state, view, runs: parameters.getAll("run")};
 }
 
 /** Change the address. With `step` the browser's Back button returns to the view before. */

@@ -1,5 +1,6 @@
 /* Curves of metrics over iterations, and bars of the time that stages take. */
 
+import {read, write} from "ui/address";
 import {at, dot, make, number} from "ui/dom";
 import {Plot} from "ui/plot";
 
@@ -20,9 +21,10 @@ function range(values) {
 
 /**
  * Draw a card, created where it is missing; its plot is drawn again only if the data has changed. `tell` gives what
- * stands above the plot, for the iteration of an index or, with null, for the end.
+ * stands above the plot, for the iteration of an index or, with null, for the end; `pick` is called with the index of
+ * an iteration and the place of a series, of the point that is clicked.
  */
-function card(key, title, height, data, tell) {
+function card(key, title, height, data, tell, pick = null) {
   if (!cards.has(key)) {
     const values = make("div", {className: "values"});
     const place = make("div", {className: "chart", tabIndex: 0, role: "img"});
@@ -33,6 +35,7 @@ function card(key, title, height, data, tell) {
   const entry = cards.get(key);
   const {plot} = entry.place;
   plot.told = at => entry.values.replaceChildren(...tell(at));
+  plot.picked = pick;
   const wanted = JSON.stringify(data);
   if (entry.drawn !== wanted) {
     plot.show(data);
@@ -46,16 +49,56 @@ function card(key, title, height, data, tell) {
 
 const newest = values => values.findLast(value => value !== null) ?? null;
 
-function curve(key, title, drawn, dots) {
-  const x = [...new Set(drawn.flatMap(({view}) => view.metrics.iteration))].sort((a, b) => a - b);
-  const series = drawn.map(({view, index}) => {
-    const values = new Map(view.metrics.iteration.map((iteration, row) => [iteration, view.metrics[key][row]]));
-    return {label: view.name, number: index, values: x.map(iteration => values.get(iteration) ?? null)};
+/** Exponential means, which begin at the first value. */
+function smoothed(values, weight) {
+  let mean = 0;
+  let total = 0;
+  return values.map(value => {
+    if (value === null) return null;
+    mean = weight * mean + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return mean / total;
   });
+}
+
+/** Where the rows of a view lie on the x axis: at the end of their iteration. */
+function places(view, x) {
+  const {iteration} = view.metrics;
+  if (x === "trajectories") {
+    const each = Number(view.config["data.prompts_per_iteration"]) * Number(view.config["rollout.n"] ?? 1);
+    return iteration.map(at => (at + 1) * each);
+  }
+  if (x === "seconds") {
+    const steps = view.metrics["perf/time_per_step"] ?? [];
+    let sum = 0;
+    return iteration.map((_, row) => sum += steps[row] ?? 0);
+  }
+  return iteration;
+}
+
+function curve(key, title, drawn, dots, pick) {
+  const {x: over, smooth, log} = read();
+  const lines = drawn.map(({view, index}) => {
+    const raw = view.metrics[key];
+    const rows = places(view, over);
+    const values = smooth && !dots ? smoothed(raw, Number(smooth)) : raw;
+    return {view, index, at: new Map(rows.map((place, row) => [place, row])), values, raw};
+  });
+  const x = [...new Set(lines.flatMap(line => [...line.at.keys()]))].sort((a, b) => a - b);
+  const on = (line, values) => x.map(place => line.at.has(place) ? values[line.at.get(place)] : null);
+  const series = lines.map(line => ({label: line.view.name, number: line.index, values: on(line, line.values),
+    ...(line.values === line.raw ? {} : {faint: on(line, line.raw)})}));
+  const iterations = lines.map(line => x.map(place => line.at.has(place) ? line.view.metrics.iteration[line.at.get(place)] : null));
+  const all = series.flatMap(({values, faint}) => [...values, ...faint ?? []]).filter(value => value !== null);
+  const isLog = Boolean(log) && all.every(value => value > 0) && all.length > 0;
   const xs = x.length === 1 ? [x[0] - 1, x[0] + 1] : [x[0], x.at(-1)];
-  return card(key, title, 170, {x, series, xs, ys: range(series.flatMap(({values}) => values)), dots}, at => [
-    make("span", {className: "dim"}, at === null ? "last" : `it ${x[at]}`),
-    ...series.map(one => make("span", {}, dot(one.number), number(at === null ? newest(one.values) : one.values[at])))]);
+  const ys = isLog ? range(all.map(Math.log10)).map(value => 10 ** value) : range(all);
+  const data = {x, series, xs, ys, dots, joined: over !== "", log: isLog};
+  const called = {trajectories: "trajectories", seconds: "s"}[over] ?? "it";
+  return card(key, title, 170, data, at => [
+    make("span", {className: "dim"}, at === null ? "last" : over ? `${number(x[at])} ${called}` : `it ${x[at]}`),
+    ...series.map(one => make("span", {}, dot(one.number), number(at === null ? newest(one.values) : one.values[at])))],
+    (at, line) => iterations[line][at] !== null && pick(series[line].label, iterations[line][at]));
 }
 
 function seconds(view, stages) {
@@ -76,21 +119,45 @@ function seconds(view, stages) {
   });
 }
 
-/** Draw what runs have in common and what only some have; `drawn` are {view, index}, index gives the colour. */
-export function show(drawn) {
+const form = at("drawing");
+
+/** Let the form say how curves are drawn, and call `draw` when it changes. */
+export function start(draw) {
+  form.addEventListener("input", () => {
+    const {metric, x, smooth, log} = form.elements;
+    write({metric: metric.value, x: x.value, smooth: smooth.value, log: log.checked ? "1" : ""});
+    draw();
+  });
+  form.addEventListener("submit", event => event.preventDefault());
+}
+
+/**
+ * Draw what runs have in common and what only some have; `drawn` are {view, index}, index gives the colour. `pick` is
+ * called with the run and the iteration of a point that is clicked.
+ */
+export function show(drawn, pick) {
+  const state = read();
+  for (const name of ["metric", "x", "smooth"]) if (document.activeElement !== form.elements[name]) form.elements[name].value = state[name];
+  form.elements.log.checked = state.log !== "";
+  const words = state.metric.toLowerCase().split(/\s+/).filter(Boolean);
   const titles = new Map(drawn.flatMap(({view}) => Object.entries(view.titles)));
   const stages = [...titles.keys()].filter(key => key.startsWith(TIME) && !titles.get(key));
   const shown = {curves: [], seconds: []};
+  let hidden = 0;
   for (const [key, title] of titles) {
     const having = drawn.filter(({view}) => view.metrics[key]?.some(value => value !== null));
-    if (having.length && !stages.includes(key)) shown.curves.push(curve(key, title, having, /^val(-core)?\//.test(key)));
+    if (!having.length || stages.includes(key)) continue;
+    if (words.every(word => `${key} ${title}`.toLowerCase().includes(word))) shown.curves.push(curve(key, title, having, /^val(-core)?\//.test(key), pick));
+    else hidden += 1;
   }
   for (const {view} of drawn) {
     if (stages.some(stage => view.metrics[stage]?.some(value => value !== null))) shown.seconds.push(seconds(view, stages));
   }
-  at("time").hidden = drawn.length > 0 && drawn.every(({view}) => view.state === "fit");
+  at("no-curves").hidden = !hidden;
+  at("no-curves").textContent = shown.curves.length ? `${hidden} other metrics do not match` : `none of ${hidden} metrics matches`;
+  at("time").hidden = words.length > 0 || (drawn.length > 0 && drawn.every(({view}) => view.state === "fit"));
   for (const [parent, cardsNow] of Object.entries(shown)) {
-    const elements = cardsNow.length ? cardsNow : [nothing[parent]];
+    const elements = cardsNow.length || (parent === "curves" && hidden) ? cardsNow : [nothing[parent]];
     const now = [...at(parent).children];
     if (now.length !== elements.length || now.some((element, place) => element !== elements[place])) {
       at(parent).replaceChildren(...elements);

@@ -21,6 +21,26 @@ function choose(names) {
   refresh();
 }
 
+/** Show the view that the address names. */
+function open() {
+  const {view} = read();
+  for (const section of document.querySelectorAll("[data-of]:is(section)")) section.hidden = section.dataset.of !== view;
+  for (const button of document.querySelectorAll("[data-view]")) button.setAttribute("aria-pressed", String(button.dataset.view === view));
+}
+
+function go(view) {
+  write({view}, {step: true});
+  open();
+  redraw();
+}
+
+/** Show the answers of an iteration of a run: those behind a point of a curve. */
+function answers(run, iteration) {
+  write({view: "answers", of: run, iteration: String(iteration), id: "", where: "", text: "", low: "", high: ""}, {step: true});
+  open();
+  trajectories.show(views);
+}
+
 /** The runs of the address; without any, the newest one, or all of a report. */
 function choice() {
   const named = read().runs;
@@ -41,15 +61,16 @@ function legend() {
   }));
 }
 
-const draw = () => charts.show(views.map((view, index) => ({view, index})).filter(({view}) => !hidden.has(view.name)));
+const draw = () => charts.show(views.map((view, index) => ({view, index})).filter(({view}) => !hidden.has(view.name)), answers);
 
 /** Ask for the chosen runs; show what has changed. */
 async function refresh() {
+  open();
   const wanted = choice();
-  const answers = await Promise.allSettled(wanted.map(name => source.run(name)));
-  const failed = answers.find(({status}) => status === "rejected");
+  const replies = await Promise.allSettled(wanted.map(name => source.run(name)));
+  const failed = replies.find(({status}) => status === "rejected");
   fail(failed?.reason);
-  const arrived = answers.filter(({status}) => status === "fulfilled").map(({value}) => value);
+  const arrived = replies.filter(({status}) => status === "fulfilled").map(({value}) => value);
   const isNew = arrived.length !== views.length || arrived.some((view, place) => view !== views[place]);
   if (failed?.reason instanceof TypeError) return;
   views = arrived;
@@ -57,7 +78,7 @@ async function refresh() {
     asked = wanted.join("\n");
     chosen = views.map(({name}) => name);
     runs.list(summaries, chosen, choose);
-    runs.now(views);
+    runs.now(views, summaries);
     runs.config(views);
     damages("damages", views.flatMap(view => view.damages));
     legend();
@@ -76,6 +97,54 @@ async function relist() {
   runs.list(summaries, chosen, choose);
 }
 
+/** Show only the next run of the pane, or the one before. */
+function walk(step) {
+  const names = [...at("list-of-runs").querySelectorAll("[data-name]")].map(item => item.dataset.name);
+  const place = names.indexOf(chosen[0]);
+  const next = names[place < 0 ? 0 : Math.min(names.length - 1, Math.max(0, place + step))];
+  if (next === undefined || (next === chosen[0] && chosen.length === 1)) return;
+  choose([next]);
+  at("list-of-runs").querySelector(`[data-name="${CSS.escape(next)}"]`)?.scrollIntoView({block: "nearest"});
+}
+
+const KEYS = {
+  "/": () => at("find").focus(),
+  "?": () => at("keys").showModal(),
+  "1": () => go("curves"),
+  "2": () => go("answers"),
+  "3": () => go("config"),
+  j: () => read().view === "answers" ? trajectories.step(1) : walk(1),
+  k: () => read().view === "answers" ? trajectories.step(-1) : walk(-1),
+  J: () => walk(1),
+  K: () => walk(-1),
+  "]": () => trajectories.otherIteration(1),
+  "[": () => trajectories.otherIteration(-1),
+  c: () => trajectories.nextOf("quantity"),
+  b: () => trajectories.nextOf("beside-what"),
+};
+
+addEventListener("keydown", event => {
+  const isTyping = event.target.matches("input:not([type=checkbox]), select, textarea") || at("keys").open;
+  if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
+  event.preventDefault();
+  KEYS[event.key]();
+});
+
+at("find").oninput = at("sort").oninput = () => runs.list(summaries, chosen, choose);
+at("find").onkeydown = event => {
+  if (event.key === "Escape") at("find").value = "";
+  if (event.key === "Enter" && runs.found(summaries).length) choose([runs.found(summaries)[0].name]);
+  if (!["Escape", "Enter"].includes(event.key)) return;
+  runs.list(summaries, chosen, choose);
+  at("find").blur();
+};
+at("help").onclick = () => at("keys").showModal();
+at("views").onclick = event => {
+  const button = event.target.closest("[data-view]");
+  if (button) go(button.dataset.view);
+};
+charts.start(draw);
+
 function fail(error) {
   const lost = error instanceof TypeError;
   at("error").hidden = !error;
@@ -92,14 +161,6 @@ function repeat(action, pause) {
   }, pause);
 }
 
-document.querySelector("nav").onclick = event => {
-  const link = event.target.closest("a");
-  if (!link) return;
-  event.preventDefault();  // the address holds the state of the page
-  const section = document.querySelector(link.getAttribute("href"));
-  section.focus({preventScroll: true});
-  section.scrollIntoView();
-};
 addEventListener("popstate", refresh);
 addEventListener("hashchange", refresh);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

@@ -33,6 +33,13 @@ function ticks([low, high], most, least) {
     .map(value => ({value, text: number(value, digits)}));
 }
 
+/** Powers of ten in a range, and the range's ends where there are fewer than two. */
+function powers([low, high]) {
+  const first = Math.ceil(Math.log10(low));
+  const between = Array.from({length: Math.max(0, Math.floor(Math.log10(high)) - first + 1)}, (_, place) => 10 ** (first + place));
+  return (between.length < 2 ? [low, ...between, high] : between).map(value => ({value, text: number(value, 2)}));
+}
+
 export class Plot {
   x = [];
   series = [];
@@ -45,16 +52,18 @@ export class Plot {
     place.onpointermove = ({clientX}) => pointAt(this.nearest(this.value(clientX - place.getBoundingClientRect().left)));
     place.onpointerleave = () => pointAt(null);
     place.onkeydown = event => this.walk(event);
+    place.onclick = ({clientY}) => this.pick(clientY - place.getBoundingClientRect().top);
     new ResizeObserver(() => this.draw()).observe(place);
     plots.add(this);
   }
 
   /**
    * Show other data. `series` have a label, a number (of their colour) and a value, or null, for each of `x`. Lines
-   * with `dots` go on over nulls; `bars` are stacked. `xs` and `ys` are the ranges of the axes.
+   * with `dots` go on over nulls, and so do `joined` ones; `bars` are stacked. A series may have other values, which are
+   * drawn `faint`. `xs` and `ys` are the ranges of the axes; that of y may be logarithmic.
    */
-  show({x, series, xs, ys, dots = false, bars = false}) {
-    Object.assign(this, {x, series, xs, ys, dots, bars});
+  show({x, series, xs, ys, dots = false, bars = false, joined = false, log = false}) {
+    Object.assign(this, {x, series, xs, ys, dots, bars, joined, log});
     this.draw();
   }
 
@@ -76,15 +85,26 @@ export class Plot {
   }
 
   top(y) {
-    return TOP + (this.ys[1] - y) / (this.ys[1] - this.ys[0]) * (this.height - TOP - BOTTOM);
+    const [low, high, value] = [...this.ys, y].map(this.log ? Math.log10 : Number);
+    return TOP + (high - value) / (high - low) * (this.height - TOP - BOTTOM);
   }
 
   value(left) {
     return this.xs[0] + (left - LEFT) / this.width * (this.xs[1] - this.xs[0]);
   }
 
-  /** Arrow keys move the cursor. */
+  /** Tell of the point at the cursor whose line is the nearest to a height. */
+  pick(height) {
+    const at = this.index;
+    if (at === null || !this.picked) return;
+    const far = ({values}) => values[at] === null ? Infinity : Math.abs(this.top(values[at]) - height);
+    const line = this.series.reduce((best, one, place) => far(one) < far(this.series[best]) ? place : best, 0);
+    this.picked(at, line);
+  }
+
+  /** Arrow keys move the cursor; Enter picks its point, of the first line. */
   walk(event) {
+    if (event.key === "Enter") this.pick(0);
     const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
     if (!step || !this.x.length) return;
     event.preventDefault();
@@ -117,10 +137,14 @@ export class Plot {
     pen.scale(ratio, ratio);
     this.drawAxes(pen);
     const below = this.x.map(() => 0);
-    for (const {number, values} of this.series) {
+    for (const {number, values, faint} of this.series) {
       pen.fillStyle = pen.strokeStyle = color(number);
       if (this.bars) this.drawBars(pen, values, below);
       else this.drawLine(pen, values);
+      if (!faint) continue;
+      pen.globalAlpha = 0.25;
+      this.drawLine(pen, faint);
+      pen.globalAlpha = 1;
     }
     this.point();
   }
@@ -137,7 +161,7 @@ export class Plot {
       pen.fillText(text, this.left(value), bottom + 8);
     }
     Object.assign(pen, {textAlign: "right", textBaseline: "middle"});
-    for (const {value, text} of ticks(this.ys, this.height / 35, 0)) {
+    for (const {value, text} of this.log ? powers(this.ys) : ticks(this.ys, this.height / 35, 0)) {
       pen.moveTo(LEFT - 4, this.top(value));
       pen.lineTo(right, this.top(value));
       pen.fillText(text, LEFT - 8, this.top(value), LEFT - 10);
@@ -152,7 +176,7 @@ export class Plot {
     let isOpen = false;
     for (const point of points) {
       if (point) pen[isOpen ? "lineTo" : "moveTo"](...point);
-      isOpen = point !== null || (isOpen && this.dots);
+      isOpen = point !== null || (isOpen && (this.dots || this.joined));
     }
     pen.stroke();
     if (!this.dots && points.length >= 50) return;

@@ -1,32 +1,81 @@
-/* The list of runs, the open iteration of those that are chosen, and how their configs differ. */
+/* The pane of runs, what those that are chosen do now, and how their configs differ. */
 
-import {at, dot, duration, make, number, size} from "ui/dom";
+import {at, dot, duration, make, number} from "ui/dom";
+import {source} from "ui/source";
 
-/** The table of runs; `choose` is called with the names that are then chosen. */
+const SORTS = {
+  newest: (a, b) => (a.age_s ?? 0) - (b.age_s ?? 0),
+  best: (a, b) => (b.best_validation?.[1] ?? -Infinity) - (a.best_validation?.[1] ?? -Infinity),
+  name: () => 0,
+  state: (a, b) => a.state < b.state ? -1 : a.state > b.state ? 1 : 0,
+};
+const unfolded = new Set();
+
+const said = summary => [summary.name, summary.state, summary.recipe, summary.parent && `fork of ${summary.parent}`]
+  .filter(Boolean).join(" ").toLowerCase();
+
+/** The runs that the words in the search box name, in the chosen order; runs of equal rank by name. */
+export function found(summaries) {
+  const words = at("find").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const rank = SORTS[at("sort").value];
+  return summaries.filter(summary => words.every(word => said(summary).includes(word)))
+    .sort((a, b) => rank(a, b) || a.name.localeCompare(b.name, undefined, {numeric: true}));
+}
+
+/** The pane: without a search, forks are folded under their run. `choose` is called with the names that are then chosen. */
 export function list(summaries, chosen, choose) {
-  const focused = document.activeElement?.dataset?.run;
-  const rows = summaries.map(summary => {
+  const focused = document.activeElement?.closest?.("[data-name]")?.dataset.name;
+  const wasBox = document.activeElement?.type === "checkbox";
+  const shown = found(summaries);
+  const isSearch = at("find").value.trim() !== "";
+  const names = new Set(shown.map(({name}) => name));
+  const forks = Map.groupBy(isSearch ? [] : shown.filter(({parent}) => names.has(parent)), ({parent}) => parent);
+  const rows = [];
+  const added = new Set();
+  const add = (summary, depth) => {
+    added.add(summary.name);
+    const below = (forks.get(summary.name) ?? []).filter(({name}) => !added.has(name));
+    const isOpen = unfolded.has(summary.name) || below.some(({name}) => chosen.includes(name));
+    rows.push(row(summary, depth, below.length, isOpen));
+    if (isOpen) for (const fork of below) add(fork, depth + 1);
+  };
+
+  function row(summary, depth, below, isOpen) {
     const place = chosen.indexOf(summary.name);
-    const box = make("input", {type: "checkbox", checked: place >= 0, "data-run": summary.name, "aria-label": `show ${summary.name}`});
+    const box = make("input", {type: "checkbox", checked: place >= 0, "data-run": summary.name, "aria-label": `show ${summary.name}`,
+      title: "show beside the others"});
     box.onchange = () => choose(box.checked ? [...chosen, summary.name] : chosen.filter(name => name !== summary.name));
-    const name = make("button", {type: "button", className: "plain", title: `show only ${summary.name}: ${summary.url}`},
+    const name = make("button", {type: "button", className: "plain name", title: `show only ${summary.name}: ${summary.url}`},
       ...(place >= 0 ? [dot(place)] : []), summary.name);
     name.onclick = () => choose([summary.name]);
     const [metric, best] = summary.best_validation ?? ["", null];
-    const done = summary.iterations ? `${summary.iteration} of ${summary.iterations}` : String(summary.iteration);
-    const bar = make("progress", {max: summary.iterations || 1, value: summary.iterations ? summary.iteration : 1, "aria-label": "iterations"});
-    return make("tr", {"data-name": summary.name}, make("td", {}, box), make("td", {className: "name"}, name),
-      make("td", {className: `state ${summary.state.replace(" ", "-")}`}, summary.state),
-      make("td", {}, done, ...(summary.iterations ? [bar] : []), ...(summary.problem ? [make("div", {className: "dim"}, summary.problem)] : [])),
-      make("td", {className: "optional", title: metric}, best === null ? "" : number(best, 3)),
-      make("td", {className: "optional"}, summary.age_s === null ? "" : duration(summary.age_s)),
-      make("td", {className: "optional"}, summary.bytes === null ? "" : size(summary.bytes)));
-  });
-  const head = ["", "run", "state", "iterations", "best validation", "last commit", "size"].map((text, column) =>
-    make("th", {scope: "col", className: column > 3 ? "optional" : ""}, text));
-  const body = rows.length ? rows : [make("tr", {}, make("td", {colSpan: 7, className: "dim"}, "no run in this store yet"))];
-  at("list-of-runs").replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body)));
-  if (focused) [...document.querySelectorAll("[data-run]")].find(box => box.dataset.run === focused)?.focus();
+    const facts = [summary.iterations ? `${summary.iteration} of ${summary.iterations}` : summary.iteration ? String(summary.iteration) : "",
+      best === null ? "" : `best ${number(best, 3)}`, summary.age_s === null ? "" : `${duration(summary.age_s)} ago`, summary.recipe];
+    const told = make("span", {className: "dim", title: metric}, facts.filter(Boolean).join(" · "));
+    const fold = make("button", {type: "button", className: "plain dim fold", "aria-expanded": String(isOpen)}, `${isOpen ? "▾" : "▸"} ${below}`);
+    fold.title = fold.ariaLabel = `${below} ${below === 1 ? "fork" : "forks"} of ${summary.name}`;
+    fold.onclick = () => {
+      if (!unfolded.delete(summary.name)) unfolded.add(summary.name);
+      list(summaries, chosen, choose);
+    };
+    const item = make("li", {"data-name": summary.name, className: place >= 0 ? "chosen" : ""}, box,
+      make("div", {}, name, make("div", {className: "facts"},
+        make("span", {className: `state ${summary.state.replace(" ", "-")}`, title: summary.problem}, summary.state), " ", told)),
+      ...(below ? [fold] : []));
+    item.style.paddingLeft = `${8 + 14 * depth}px`;
+    return item;
+  }
+
+  for (const summary of shown) if (isSearch || !names.has(summary.parent)) add(summary, 0);
+  const isBelow = ({parent}) => added.has(parent);
+  for (const summary of shown) if (!added.has(summary.name) && !isBelow(summary)) add(summary, 0);  // names that came round
+  at("found").textContent = !summaries.length ? "" : isSearch ? `${shown.length} of ${summaries.length} runs` : `${summaries.length} runs`;
+  const nothing = !summaries.length
+    ? ["no run in this store yet: ", make("code", {}, "ratchet train CONFIG.yaml"), " or ", make("code", {}, "ratchet demo"), " makes one"]
+    : ["no run matches"];
+  at("list-of-runs").replaceChildren(...(rows.length ? rows : [make("li", {className: "dim"}, make("p", {}, ...nothing))]));
+  const item = [...at("list-of-runs").children].find(element => element.dataset.name === focused);
+  if (focused) item?.querySelector(wasBox ? "input" : ".name")?.focus({preventScroll: true});
 }
 
 function state(view) {
@@ -48,22 +97,42 @@ function stage({label, name, progress, seconds}) {
   return make("li", {title: `${name}: ${words}`}, make("span", {}, label), make("b", {}, text), make("span", {className: "dim"}, took), bar);
 }
 
-const last = (view, key) => view.metrics[key]?.findLast(value => value !== null) ?? null;
+const known = (view, key) => (view.metrics[key] ?? []).filter(value => value !== null);
+const STEPS = 5;
+
+/** Seconds until a running run has all iterations, at the pace of the last ones; null if unknown. */
+function remaining(view) {
+  const steps = known(view, "perf/time_per_step").slice(-STEPS);
+  if (view.state !== "running" || !steps.length) return null;
+  return (view.iterations - view.closed) * steps.reduce((sum, value) => sum + value, 0) / steps.length;
+}
+
+/** What to do about a run that does not run. */
+const REMEDIES = {failed: "resume", stopped: "resume", "not started": "resume", damaged: "verify"};
 
 /** What each chosen run does now. */
-export function now(views) {
+export function now(views, summaries) {
+  const open = new Set([...at("now").querySelectorAll("details[open]")].map(details => details.dataset.of));
+  const card = (name, index, ...content) => make("div", {className: "card"}, make("h3", {}, dot(index), name), ...content);
   at("now").replaceChildren(...views.map((view, index) => {
+    const summary = summaries.find(({name}) => name === view.name);
+    const left = remaining(view);
+    const line = [state(view), left === null ? "" : `about ${duration(left)} left`].filter(Boolean).join(", ");
     const facts = [
-      ["throughput", last(view, "perf/response_tokens_per_s"), value => `${number(value, 3)} response tokens/s`],
-      ["last iteration", last(view, "perf/time_per_step"), duration],
+      ["throughput", known(view, "perf/response_tokens_per_s").at(-1) ?? null, value => `${number(value, 3)} response tokens/s`],
+      ["last iteration", known(view, "perf/time_per_step").at(-1) ?? null, duration],
       ["snapshots after", view.snapshots.slice(-6).join(", ") || "none", value => value],
-      ["forked from", view.parent, value => value],
       ["folder", view.url, value => value],
     ].filter(([, value]) => value !== null);
-    const open = isOpen(view)
+    const stages = isOpen(view)
       ? [make("p", {className: "dim"}, `iteration ${view.closed}`), make("ol", {className: "stages"}, ...view.stages.map(stage))] : [];
-    return make("div", {className: "card"}, make("h3", {}, dot(index), view.name), make("p", {}, state(view)), ...open,
+    const remedy = source.live && REMEDIES[view.state];
+    const parent = view.parent ? [make("p", {className: "dim"}, `forked from ${view.parent}`)] : [];
+    const problem = summary?.problem ? [make("p", {className: "problem"}, summary.problem)] : [];
+    const fix = remedy ? [make("p", {className: "dim"}, make("code", {}, `ratchet ${remedy} ${view.name}`), ` ${remedy === "resume" ? "continues" : "lists the damage"}`)] : [];
+    const more = make("details", {"data-of": view.name, open: open.has(view.name)}, make("summary", {className: "dim"}, "more"),
       make("dl", {}, ...facts.flatMap(([name, value, text]) => [make("dt", {}, name), make("dd", {}, text(value))])));
+    return card(view.name, index, make("p", {className: `state ${view.state.replace(" ", "-")}`}, line), ...parent, ...problem, ...fix, ...stages, more);
   }));
 }
 
@@ -78,4 +147,3 @@ export function config(views) {
   at("config").replaceChildren(row("th", ["key", ...views.map(view => view.name)]),
     ...(rows.length || !views.length ? rows : [row("td", ["the configs are the same"])]));
 }
-

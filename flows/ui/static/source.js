@@ -47,6 +47,7 @@ const ORDERS = {
   worst: (a, b) => (a.score ?? Infinity) - (b.score ?? Infinity),
   longest: (a, b) => b.length - a.length,
   shortest: (a, b) => a.length - b.length,
+  newest: (a, b) => b.iteration - a.iteration || ORDERS.best(a, b),
 };
 
 class Report {
@@ -65,18 +66,20 @@ class Report {
 
   async runs() {
     return this.all.map(({view}) => ({name: view.name, url: view.url, state: view.state, iteration: view.closed,
-      iterations: view.iterations, best_validation: null, age_s: null, bytes: null, problem: ""}));
+      iterations: view.iterations, best_validation: null, age_s: null, recipe: "", parent: "", problem: ""}));
   }
 
   async run(name) {
     return this.#of(name).view;
   }
 
-  async trajectories(name, {iteration, order, low, high, text, prompt_id}) {
+  async trajectories(name, {iteration, order, low, high, text, prompt_id, like}) {
     const all = this.#of(name).trajectories;
+    const prompt = like && all.find(trajectory => trajectory.id === like)?.prompt;
     const lines = all.filter(trajectory =>
       (!iteration || trajectory.iteration === Number(iteration)) && (!low || trajectory.score >= Number(low))
       && (!high || trajectory.score <= Number(high)) && (!prompt_id || trajectory.prompt_id === prompt_id)
+      && (!like || trajectory.prompt === prompt)
       && [trajectory.prompt, trajectory.response, trajectory.ground_truth]
         .some(part => part.toLowerCase().includes((text ?? "").toLowerCase()))
     ).sort((a, b) => ORDERS[order || "best"](a, b) || b.iteration - a.iteration || (a.id < b.id ? -1 : 1));

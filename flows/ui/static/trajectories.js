@@ -6,6 +6,7 @@ import {isOpen} from "ui/runs";
 import {source} from "ui/source";
 
 const GROUP = "";
+const HISTORY = ":iterations";  // no run's name has a colon
 const TYPING_MS = 300;
 const form = at("filters");
 const filters = ["iteration", "order", "low", "high", "text", "where"];
@@ -16,6 +17,7 @@ let compared = null;
 let asked = 0;
 let asking = "";
 let leaving = new AbortController();
+let isShown = false;
 
 const run = () => {
   const {of} = read();
@@ -36,7 +38,8 @@ function filter(view) {
 export async function show(shown) {
   views = shown.filter(view => view.state !== "fit");
   at("trajectories").hidden = !views.length;
-  if (!views.length) return;
+  at("no-answers").hidden = !shown.length || views.length > 0;
+  if (!views.length || read().view !== "answers") return;
   const view = run();
   const state = read();
   options(form.elements.of, views.map(({name}) => [name, name]), view.name);
@@ -47,6 +50,8 @@ export async function show(shown) {
   }
   form.elements.order.value = state.order || "best";
   await list();
+  if (!isShown && state.id && matchMedia("(max-width: 800px)").matches) at("reader").scrollIntoView();  // a link to it
+  isShown = true;
 }
 
 async function iterations(view) {
@@ -84,6 +89,11 @@ async function list() {
       if (error instanceof TypeError) asking = "";  // the server was not reached: ask again
       at("filter-error").textContent = error.message;
       at("filter-error").hidden = false;
+      listed = [];
+      at("count").textContent = "";
+      damages("left-out", []);
+      rows();
+      await open();
       return;
     }
   }
@@ -142,6 +152,34 @@ function walk(event) {
   if (target.dataset.id !== buttons[place].dataset.id) choose(target.dataset.id);
 }
 
+/** Open the next answer of the list, or the one before. */
+export function step(by) {
+  const {id} = read();
+  const place = Math.max(0, listed.findIndex(line => line.id === (id || listed[0]?.id)));
+  const next = listed[Math.min(listed.length - 1, Math.max(0, place + by))];
+  if (!next || next.id === id) return;
+  choose(next.id);
+  at("list").querySelector("[aria-pressed=true]")?.scrollIntoView({block: "nearest"});
+}
+
+/** List the next iteration, or the one before. */
+export function otherIteration(by) {
+  const view = views.length ? run() : null;
+  if (!view || read().view !== "answers") return;
+  const now = read().iteration === "" || read().iteration === "all" ? newest(view) : Number(read().iteration);
+  const next = Math.min(isOpen(view) ? view.closed : view.closed - 1, Math.max(0, now + by));
+  write({iteration: String(next), id: ""});
+  show(views);
+}
+
+/** Choose the next option of a select of the reader. */
+export function nextOf(id) {
+  const select = at(id);
+  if (!select) return;
+  select.selectedIndex = (select.selectedIndex + 1) % select.options.length;
+  select.onchange();
+}
+
 const iterationOf = id => Number(/^it(\d+)-/.exec(id)?.[1] ?? 0);
 
 /** Show the trajectory of the address, or the first of the list. */
@@ -149,7 +187,8 @@ async function open(bySelection = false) {
   const view = run();
   const state = read();
   const id = state.id || listed[0]?.id;
-  const other = views.some(({name}) => name === state.beside) && state.beside !== view.name ? state.beside : GROUP;
+  const isRun = views.some(({name}) => name === state.beside) && state.beside !== view.name;
+  const other = isRun || state.beside === HISTORY ? state.beside : GROUP;
   if (!id) {
     opened = compared = null;
     at("reader").replaceChildren(make("p", {className: "dim"}, "no trajectory"));
@@ -162,9 +201,10 @@ async function open(bySelection = false) {
     opened = {key};
     try {
       const trajectory = await source.trajectory(view.name, iterationOf(id), id);
-      const beside = other === GROUP
-        ? await source.trajectories(view.name, {iteration: String(trajectory.iteration), prompt_id: trajectory.prompt_id})
-        : await source.trajectory(other, iterationOf(id), id).catch(error => error);
+      const beside = await (isRun ? source.trajectory(other, iterationOf(id), id)
+        : other === HISTORY ? source.trajectories(view.name, {like: id, order: "newest"})
+        : source.trajectories(view.name, {iteration: String(trajectory.iteration), prompt_id: trajectory.prompt_id})
+      ).catch(error => error);
       if (opened.key !== key) return;
       opened = {key, trajectory, beside};
     } catch (error) {
@@ -175,7 +215,7 @@ async function open(bySelection = false) {
       return;
     }
   } else if (!opened.trajectory) return;
-  compared = other === GROUP || opened.beside instanceof Error ? null : opened.beside;
+  compared = isRun && !(opened.beside instanceof Error) ? opened.beside : null;
   reader(at("reader"), opened.trajectory, view.name, true);
   beside(view, other);
   if (bySelection && matchMedia("(max-width: 800px)").matches) at("reader").scrollIntoView();
@@ -184,27 +224,28 @@ async function open(bySelection = false) {
 function beside(view, other) {
   const others = views.filter(({name}) => name !== view.name).map(({name}) => [name, `the same in ${name}`]);
   const select = make("select", {id: "beside-what", "aria-label": "what is shown beside it"});
-  options(select, [[GROUP, "its group"], ...others], other);
+  options(select, [[GROUP, "its group"], [HISTORY, "its prompt over the iterations"], ...others], other);
   select.onchange = () => {
     write({beside: select.value});
     open();
   };
   const focused = document.activeElement?.id === "beside-what";
   at("beside").hidden = false;
-  if (other === GROUP) {
-    const {lines} = opened.beside;
+  if (opened.beside instanceof Error) {
+    at("beside").replaceChildren(select, make("p", {className: "dim"}, opened.beside.message));
+  } else if (!compared) {
+    const {lines, matching} = opened.beside;
     const mean = lines.reduce((sum, line) => sum + (line.score ?? 0), 0) / lines.length;
     const answers = lines.length === 1 ? "1 answer" : `${lines.length} answers`;
     const sample = source.live ? "" : " in this report";
-    at("beside").replaceChildren(select, make("p", {className: "dim"}, `${answers} to the same prompt${sample}, mean score ${number(mean)}`),
+    const first = matching > lines.length ? ` of ${matching}` : "";
+    at("beside").replaceChildren(select, make("p", {className: "dim"}, `${answers}${first} to the same prompt${sample}, mean score ${number(mean)}`),
       make("div", {className: "group"}, ...lines.map(line =>
-        button(line, line.id === opened.trajectory.id, false))));
-  } else if (compared) {
+        button(line, line.id === opened.trajectory.id, other === HISTORY))));
+  } else {
     const content = make("div");
     at("beside").replaceChildren(select, content);
     reader(content, compared, other, false);
-  } else {
-    at("beside").replaceChildren(select, make("p", {className: "dim"}, opened.beside.message));
   }
   if (focused) select.focus();
 }
