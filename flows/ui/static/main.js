@@ -32,6 +32,7 @@ function go(view) {
   write({view}, {step: true});
   open();
   redraw();
+  trajectories.show(views);
 }
 
 /** Show the answers of an iteration of a run: those behind a point of a curve. */
