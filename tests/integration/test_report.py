@@ -52,6 +52,7 @@ def runs(store: Path, *names: str) -> list[Run]:
 
 def show(page: Page, path: Path, *reported: Run, view: str = "curves") -> None:
     report.write(reported, path)
+    page.goto("about:blank")  # an address that differs after the # alone would not load the file again
     page.goto(f"{path.as_uri()}#view={view}")
     page.wait_for_selector("body[data-ready]")
 

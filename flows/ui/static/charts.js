@@ -82,7 +82,9 @@ function curve(key, title, drawn, dots, pick) {
     const raw = view.metrics[key];
     const rows = places(view, over);
     const values = smooth && !dots ? smoothed(raw, Number(smooth)) : raw;
-    return {view, index, at: new Map(rows.map((place, row) => [place, row])), values, raw};
+    const at = new Map();  // two rows may be at one place, such as a validation after the last iteration
+    rows.forEach((place, row) => (raw[row] !== null || !at.has(place)) && at.set(place, row));
+    return {view, index, at, values, raw};
   });
   const x = [...new Set(lines.flatMap(line => [...line.at.keys()]))].sort((a, b) => a - b);
   const on = (line, values) => x.map(place => line.at.has(place) ? values[line.at.get(place)] : null);
