@@ -1,6 +1,6 @@
 /* The list of runs, the open iteration of those that are chosen, and how their configs differ. */
 
-import {at, dot, duration, make, number, size} from "ui/dom";
+import {at, dot, duration, make, number} from "ui/dom";
 
 /** The table of runs; `choose` is called with the names that are then chosen. */
 export function list(summaries, chosen, choose) {
@@ -19,12 +19,11 @@ export function list(summaries, chosen, choose) {
       make("td", {className: `state ${summary.state.replace(" ", "-")}`}, summary.state),
       make("td", {}, done, ...(summary.iterations ? [bar] : []), ...(summary.problem ? [make("div", {className: "dim"}, summary.problem)] : [])),
       make("td", {className: "optional", title: metric}, best === null ? "" : number(best, 3)),
-      make("td", {className: "optional"}, summary.age_s === null ? "" : duration(summary.age_s)),
-      make("td", {className: "optional"}, summary.bytes === null ? "" : size(summary.bytes)));
+      make("td", {className: "optional"}, summary.age_s === null ? "" : duration(summary.age_s)));
   });
-  const head = ["", "run", "state", "iterations", "best validation", "last commit", "size"].map((text, column) =>
+  const head = ["", "run", "state", "iterations", "best validation", "last commit"].map((text, column) =>
     make("th", {scope: "col", className: column > 3 ? "optional" : ""}, text));
-  const body = rows.length ? rows : [make("tr", {}, make("td", {colSpan: 7, className: "dim"}, "no run in this store yet"))];
+  const body = rows.length ? rows : [make("tr", {}, make("td", {colSpan: 6, className: "dim"}, "no run in this store yet"))];
   at("list-of-runs").replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body)));
   if (focused) [...document.querySelectorAll("[data-run]")].find(box => box.dataset.run === focused)?.focus();
 }
