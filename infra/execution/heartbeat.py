@@ -150,13 +150,12 @@ class Heartbeat:
         self.objects.put(KEY, beat.model_dump_json().encode())
 
     def _look(self) -> None:
-        """Finds out how the run stands. If the log is busy, the last answer remains: lists show it until the next
-        beat."""
+        """Finds out how the run stands; no error in that ends a driver."""
         try:
-            if (last := self.log.last_read(wait_s=LOOK_S)) is not None:
-                self._parent = parent_of(self.log) if self._parent is None else self._parent
-                self._standing = self._standings.of(self.log, self._parent, *last, limit_s=LOOK_S)
-        except RatchetError:  # a list that reads the log will say why
+            self._parent = parent_of(self.log) if self._parent is None else self._parent
+            last = self.log.last_read(wait_s=LOOK_S)
+            self._standing = self._standings.of(self.log, self._parent, *last, limit_s=LOOK_S)
+        except (RatchetError, ValueError):  # a list reads the log then, and says what is wrong
             self._standing = None
 
 

@@ -121,9 +121,7 @@ def _from_log(url: str) -> Standing | None:
     log = RunLog(ObjectStore(url))
     if log.read().slot < 0:
         return None
-    last = log.last_read()
-    assert last is not None, "no other thread holds this log"
-    return _standings(url).of(log, parent_of(log), *last)
+    return _standings(url).of(log, parent_of(log), *log.last_read())
 
 
 _standings = lru_cache(maxsize=4096)(lambda url: Standings())

@@ -98,15 +98,17 @@ class RunLog:
         with self._lock:
             yield self.state
 
-    def last_read(self, wait_s: float = -1) -> tuple[RunState, datetime] | None:
+    def last_read(self, wait_s: float = 0.0) -> tuple[RunState, datetime]:
         """Returns a copy of the state as far as the log was read, and the time of its last record.
 
-        Unlike `state`, this appends nothing, so any thread may ask. None if another thread appends for longer than
-        `wait_s` seconds (-1: waits for it), as it does while the store is away.
+        Unlike `state`, this appends nothing, so any thread may ask. Raises `StoreUnavailable` if the outcome of an
+        append is unknown, or if another thread appends for longer than `wait_s` seconds.
         """
         if not self._lock.acquire(timeout=wait_s):
-            return None
+            raise StoreUnavailable(f"a record is being appended to the log of {self.objects.url}")
         try:
+            if self._doubtful is not None:
+                raise StoreUnavailable(f"it is unknown whether the log of {self.objects.url} has another record")
             state = self._state
             copies = {"recent": [*state.recent], "pages": [*state.pages], "stages": {**state.stages}}
             return state.model_copy(update=copies), self._at
