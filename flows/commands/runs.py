@@ -29,7 +29,7 @@ def ls(
     store: Store = DEFAULT_STORE,
     format: Annotated[Format, typer.Option(help="output format")] = Format.table,
 ) -> None:
-    """List the runs of a store: state, iterations, best validation, age, size."""
+    """List the runs of a store: state, iterations, age, best validation."""
     from ratchet.flows.commands import tables
     from ratchet.infra.runs.listing import runs_of
     from ratchet.infra.runs.run import check_store

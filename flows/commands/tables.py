@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box, filesize
+from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -124,7 +124,7 @@ def runs(console: Console, summaries: Sequence[RunSummary], store: str, format: 
     if not summaries:
         console.print(f"there are no runs in {store}")
         return
-    columns = ("run", "state", "iterations", "age", "size", "best validation")
+    columns = ("run", "state", "iterations", "age", "best validation")
     cells = [_cells(summary) for summary in summaries]
     if format != "table":
         problems = [summary.problem for summary in summaries]
@@ -165,7 +165,7 @@ def _cells(summary: RunSummary) -> tuple[str, ...]:
     of = "" if summary.iterations is None else f"/{summary.iterations}"
     best = "" if summary.best_validation is None else "{1:.3f} {0}".format(*summary.best_validation)
     age = "" if math.isinf(summary.age_s) else _age(summary.age_s)
-    return summary.name, summary.state, f"{summary.iteration}{of}", age, filesize.decimal(summary.bytes), best
+    return summary.name, summary.state, f"{summary.iteration}{of}", age, best
 
 
 def _age(seconds: float) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ratchet.infra.execution import heartbeat
+from ratchet.infra.execution.standing import is_fit
 from ratchet.infra.progress import note
 from ratchet.infra.store.log import Fenced
 from ratchet.infra.store.object_store import ObjectStore
@@ -69,11 +70,6 @@ def begin(store: RunStore, config: Config, take_over: bool) -> RunState:
         raise UserError(f"{store.url} is {stored}, and this is {new}: choose another run.name")
     refuse_if_driven(store, take_over)
     return state
-
-
-def is_fit(config: Mapping[str, Any]) -> bool:
-    """True if a claim's config is that of a fine-tuning run: only those have an output folder."""
-    return "output" in config
 
 
 def claim(

@@ -16,20 +16,24 @@ from pathlib import Path
 
 import psutil
 
+from ratchet.infra.execution.standing import Standing, Standings, parent_of
 from ratchet.infra.execution.stopping import Stopped, Stopping
 from ratchet.infra.store.clock import born, is_same
 from ratchet.infra.store.log import TAIL, Deleted, RunLog, slot_key
 from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
-from ratchet.infra.store.records import StoredModel
+from ratchet.infra.store.records import Frozen
 from ratchet.infra.store.run_store import is_written
 from ratchet.rlhf.errors import RatchetError, in_one_line
 
 KEY = "log/heartbeat.json"
 INTERVAL_S = 5.0
+LOOK_S = 1.0
+"""Seconds in which a beat reads what it says about the run, so that the next beat is in time."""
 
 
-class Beat(StoredModel):
-    """The stored heartbeat: the driver's term and process, and a counter that grows with every beat."""
+class Beat(Frozen):
+    """The stored heartbeat: the driver's term and process, a counter that grows with every beat, and how the run
+    stands."""
 
     term: int
     host: str
@@ -41,6 +45,8 @@ class Beat(StoredModel):
     stopped: bool = False
     failure: str | None = None
     """The error that ended the driver, in one line; None while it drives, and if it finished or was asked to stop."""
+    standing: Standing | None = None
+    """As of this beat; None if the driver has not found out yet, or cannot: then only the log says it."""
 
 
 def stop_key(term: int) -> str:
@@ -73,6 +79,10 @@ class Heartbeat:
         self.log, self.objects, self.term, self.stopping = log, log.objects, log.term, stopping
         self._closed = threading.Event()
         self._count = 0
+        self._standings = Standings()
+        self._standing: Standing | None = None
+        self._parent: str | None = None
+        self._look()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -81,6 +91,7 @@ class Heartbeat:
         """Ends the thread, and marks the driver as stopped, by an error if there was one."""
         self._closed.set()
         self._thread.join(timeout=INTERVAL_S)
+        self._look()
         with suppress(StoreUnavailable):  # without new beats the driver counts as dead anyway
             if self.log.is_deleted():
                 self._delete_what_is_left()
@@ -107,6 +118,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._closed.wait(INTERVAL_S):
+            self._look()
             try:
                 if self.log.is_deleted():
                     self._delete_what_is_left()
@@ -133,8 +145,18 @@ class Heartbeat:
             count=self._count,
             stopped=stopped,
             failure=failure,
+            standing=self._standing,
         )
         self.objects.put(KEY, beat.model_dump_json().encode())
+
+    def _look(self) -> None:
+        """Finds out how the run stands; no error in that ends a driver."""
+        try:
+            self._parent = parent_of(self.log) if self._parent is None else self._parent
+            last = self.log.last_read(wait_s=LOOK_S)
+            self._standing = self._standings.of(self.log, self._parent, *last, limit_s=LOOK_S)
+        except (RatchetError, ValueError):  # a list reads the log then, and says what is wrong
+            self._standing = None
 
 
 def read(objects: ObjectStore) -> Beat | None:

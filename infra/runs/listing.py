@@ -1,4 +1,4 @@
-"""Lists the runs of a store, from their logs and indexes. No data file is read."""
+"""Lists the runs of a store, from their heartbeats. The log is read only where the newest beat does not tell."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import fsspec
 
 from ratchet.infra.execution import heartbeat
 from ratchet.infra.execution.claims import run_url
+from ratchet.infra.execution.heartbeat import Beat
+from ratchet.infra.execution.standing import LogState, Standing, Standings, log_state, parent_of
 from ratchet.infra.runs.run import Run, run_names
-from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.log import Corrupt, RunLog, slot_key
 from ratchet.infra.store.object_store import ObjectStore
-from ratchet.infra.store.records import Fork, ObjectRef, StageCommit
-from ratchet.infra.store.run_store import VALIDATE, RunStore
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.metrics import VALIDATION, validation_scores
 
 READERS = 16
 """Threads that read, to hide the latency of a remote store."""
@@ -29,7 +28,8 @@ FRESH_S = 60.0
 State = Literal["not started", "running", "stopped", "failed", "finished", "ended early", "fit", "damaged"]
 """`not started`: a fork that no driver has claimed; `failed`: an error ended the newest driver; `stopped`: it was asked
 to stop, or killed; `ended early`: by `validation.patience`; `fit`: a fine-tuning run (SFT or a reward model), running
-or not; `damaged`: the log, an index or a validation cannot be read."""
+or not; `damaged`: the log, an index or a validation cannot be read. Damage after a driver's last beat shows only where
+the run is opened, and in `ratchet verify`."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,18 @@ class RunSummary:
     url: str
     state: State
     iteration: int
-    """The open iteration, which is the number of closed ones."""
+    """The open iteration, which is the number of closed ones; 0 if it cannot be read. While a driver is at work, this
+    and what follows are as of its newest beat, a few seconds ago."""
     iterations: int | None
     """The number of iterations of the config; None for a fine-tuning run, and if it cannot be read."""
     best_validation: tuple[str, float] | None
     """The metric that `validation.metric` names, and its best value."""
     age_s: float
     """Seconds since the last commit."""
-    bytes: int
-    """Size of all files in the run's folder. A fork's folder lacks the files that it shares with its parent."""
+    recipe: str = ""
+    """`algorithm.advantage.type`; empty for a fine-tuning run, and if it cannot be read."""
+    parent: str = ""
+    """The name of the run from which it was forked; empty if it was not, and if that cannot be read."""
     problem: str = ""
     """The reason in one line, if the run is damaged, has failed or has not started."""
 
@@ -56,67 +59,98 @@ class RunSummary:
 def runs_of(store_url: str) -> list[RunSummary]:
     """Lists the runs of a store, the newest commit first. Empty if the store does not exist.
 
-    A run costs a listing of its folder, its newest log records, and the index of each closed iteration, which is read
-    once per process. Raises `UserError` and `StoreUnavailable` as `ObjectStore`.
+    A run costs one read, of its heartbeat. One whose driver was killed costs another for each process that lists, and
+    one whose newest beat does not say how it stands is read from its log; indexes are read once per process. Raises
+    `UserError` and `StoreUnavailable` as `ObjectStore`.
     """
-    names = run_names(store_url)
+    names, now = run_names(store_url), datetime.now(UTC)
     with ThreadPoolExecutor(READERS) as readers:
-        summaries = readers.map(lambda name: _summary(store_url, name), names)
-        return sorted((summary for summary in summaries if summary is not None), key=lambda summary: summary.age_s)
+        summaries = readers.map(lambda name: _summary(store_url, name, now), names)
+        listed = [summary for summary in summaries if summary is not None]
+    return sorted(listed, key=lambda summary: (summary.age_s, summary.name))
 
 
-def _summary(store_url: str, name: str) -> RunSummary | None:
+def _summary(store_url: str, name: str, now: datetime) -> RunSummary | None:
     """Returns the summary of a run; None if the folder holds no run."""
     url = run_url(store_url, name)
     objects = ObjectStore(url)
-    size = _size(objects)
-    closed, iterations, age_s = 0, None, float("inf")
     try:
-        store = RunStore(objects)
-        if store.log.read().slot < 0:
-            return None
-        run = Run(store)
-        closed, iterations = run.state.iteration, None if run.is_fit else run.config.iterations
-        age_s = max((datetime.now(UTC) - run.store.log.record(run.state.slot).at).total_seconds(), 0.0)
-        validated = {} if run.is_fit else validations(run)
-        metric = None if run.is_fit else run.config.validation.metric
-        best = max(validation_scores(validated, metric).values(), key=lambda score: score[1], default=None)
-        state = state_of(run, validated)
+        beat = heartbeat.read(objects)
+        driven = _is_driven(objects, beat)
+        if beat is None:
+            standing = _from_log(url)
+        elif beat.standing is not None and (driven or beat.stopped):
+            standing = beat.standing
+        else:
+            standing = _after(url, beat)
     except (Corrupt, UserError) as error:
-        return RunSummary(name, url, "damaged", closed, iterations, None, age_s, size, str(error).splitlines()[0])
-    return RunSummary(name, url, state, closed, iterations, best, age_s, size, _problem(run, state))
-
-
-def _problem(run: Run, state: State) -> str:
-    """Explains why a run of this state is not running."""
+        return RunSummary(name, url, "damaged", 0, None, None, float("inf"), problem=str(error).splitlines()[0])
+    if standing is None:
+        return None
+    state = _state(standing.state, beat, driven)
+    problem = ""
     if state == "not started":
-        return "a fork; `ratchet resume` starts it"
-    beat = heartbeat.read(run.store.objects)
-    return beat.failure or "" if state == "failed" and beat is not None else ""
+        problem = "a fork; `ratchet resume` starts it"
+    elif state == "failed" and beat is not None:
+        problem = beat.failure or ""
+    return RunSummary(
+        name=name,
+        url=url,
+        state=state,
+        iteration=standing.iteration,
+        iterations=standing.iterations,
+        best_validation=standing.best_validation,
+        age_s=max((now - standing.at).total_seconds(), 0.0),
+        recipe=standing.recipe,
+        parent=standing.parent,
+        problem=problem,
+    )
+
+
+# a driver beats after its claim, and every few seconds: what follows its last beat is read once
+@lru_cache(maxsize=4096)
+def _after(url: str, beat: Beat) -> Standing | None:
+    """Returns how a run stands after a beat that does not say so, or after the last one of a driver that was killed."""
+    if beat.standing is not None and ObjectStore(url).get_if_there(slot_key(beat.standing.slot + 1)) is None:
+        return beat.standing
+    return _from_log(url)
+
+
+def _from_log(url: str) -> Standing | None:
+    """Reads how a run stands from its log; None if there is none."""
+    log = RunLog(ObjectStore(url))
+    if log.read().slot < 0:
+        return None
+    return _standings(url).of(log, parent_of(log), *log.last_read())
+
+
+_standings = lru_cache(maxsize=4096)(lambda url: Standings())
 
 
 def state_of(run: Run, metrics: Mapping[int, Mapping[str, float]]) -> State:
     """Returns the state of a readable run. `metrics` are by iteration, in order, at least those of its validations."""
-    if run.is_fit:
-        return "fit"
-    config, closed = run.config, run.state.iteration
-    if closed >= config.iterations:
-        return "finished"
-    scores = validation_scores(metrics, config.validation.metric)
-    if config.ends_early({iteration: value for iteration, (_, value) in scores.items() if iteration < closed}):
-        return "ended early"
-    objects = run.store.objects
-    if is_driven(objects):
+    beat = heartbeat.read(run.store.objects)
+    told: LogState = "fit" if run.is_fit else log_state(run.state, run.config, metrics)
+    return _state(told, beat, _is_driven(run.store.objects, beat))
+
+
+def _state(told: LogState, beat: Beat | None, driven: bool) -> State:
+    """Returns the state of a run whose log says `told`."""
+    if told in ("fit", "finished", "ended early"):
+        return told
+    if driven:
         return "running"
-    beat = heartbeat.read(objects)
-    if beat is None and run.state.slot == 0 and isinstance(run.store.log.record(0).commits[0], Fork):
-        return "not started"
+    if beat is None and told == "not started":
+        return told
     return "failed" if beat is not None and beat.failure is not None else "stopped"
 
 
 def is_driven(objects: ObjectStore) -> bool:
     """True if the driver's process is alive, or, on another host, its heartbeat is younger than `FRESH_S`."""
-    beat = heartbeat.read(objects)
+    return _is_driven(objects, heartbeat.read(objects))
+
+
+def _is_driven(objects: ObjectStore, beat: Beat | None) -> bool:
     if beat is None or beat.stopped:
         return False
     lives = heartbeat.lives_here(beat)
@@ -128,36 +162,3 @@ def is_driven(objects: ObjectStore) -> bool:
     except FileNotFoundError:
         return False
     return (datetime.now(UTC) - written).total_seconds() < FRESH_S
-
-
-def validations(run: Run) -> dict[int, dict[str, float]]:
-    """Returns the validation metrics of a run by iteration, in order, including the open iteration's."""
-    state, url = run.state, run.store.url
-    refs = [ref for page in state.pages for ref in (*_page(url, page), page)] + state.recent
-    metrics = {iteration: dict(_validation(url, ref)) for iteration, ref in enumerate(refs)}
-    committed = state.stages.get(VALIDATE)
-    if isinstance(committed, StageCommit):
-        metrics[state.iteration] = _of_validation(run.store.manifest(committed).metrics)
-    return {iteration: row for iteration, row in metrics.items() if row}
-
-
-@lru_cache(maxsize=4096)
-def _page(url: str, page: ObjectRef) -> tuple[ObjectRef, ...]:
-    """Returns the other indexes in a page of closed iterations."""
-    return tuple(RunStore.at(url).log.load_index(page).recent)
-
-
-# indexes are immutable, so they are read once
-@lru_cache(maxsize=262_144)
-def _validation(url: str, index: ObjectRef) -> tuple[tuple[str, float], ...]:
-    """Returns the validation metrics in an index."""
-    return tuple(_of_validation(Run(RunStore.at(url)).metrics_of(index)).items())
-
-
-def _of_validation(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
-
-
-def _size(objects: ObjectStore) -> int:
-    fs, path = fsspec.core.url_to_fs(objects.url, use_listings_cache=False)
-    return int(objects.retry("list its files", lambda: fs.du(path)))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pyarrow as pa
 
-from ratchet.infra.execution.claims import is_fit, run_url
+from ratchet.infra.execution.claims import run_url
+from ratchet.infra.execution.standing import is_fit
 from ratchet.infra.progress import note
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.manifest import Checkpoint

@@ -74,6 +74,8 @@ class RunLog:
         self.first = ""
         """The uuid of the first record when this driver claimed the run; empty if that record could not be read."""
         self._state = RunState()
+        self._at = datetime.min.replace(tzinfo=UTC)
+        """The time of the last record that was read or written."""
         self._doubtful: Record | None = None
         """A record that `append` tried to write, with an unknown outcome."""
         self._lock = threading.RLock()
@@ -95,6 +97,23 @@ class RunLog:
         """Holds the log during a `with` statement, so that no other thread appends. Yields and raises as `state`."""
         with self._lock:
             yield self.state
+
+    def last_read(self, wait_s: float = 0.0) -> tuple[RunState, datetime]:
+        """Returns a copy of the state as far as the log was read, and the time of its last record.
+
+        Unlike `state`, this appends nothing, so any thread may ask. Raises `StoreUnavailable` if the outcome of an
+        append is unknown, or if another thread appends for longer than `wait_s` seconds.
+        """
+        if not self._lock.acquire(timeout=wait_s):
+            raise StoreUnavailable(f"a record is being appended to the log of {self.objects.url}")
+        try:
+            if self._doubtful is not None:
+                raise StoreUnavailable(f"it is unknown whether the log of {self.objects.url} has another record")
+            state = self._state
+            copies = {"recent": [*state.recent], "pages": [*state.pages], "stages": {**state.stages}}
+            return state.model_copy(update=copies), self._at
+        finally:
+            self._lock.release()
 
     # Reading: the cost depends on the open iteration, not on the length of the run.
 
@@ -326,6 +345,7 @@ class RunLog:
             self._state.apply(record, sha256_of(data))
         except ValueError as error:
             raise Corrupt(f"{self.objects.url}: {error}") from None
+        self._at = record.at
         return record
 
     def _parse(self, data: bytes, slot: int) -> Record:

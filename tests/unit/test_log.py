@@ -790,6 +790,30 @@ def test_what_ended_a_driver_is_told_where_the_store_is_away(monkeypatch: pytest
         drive()
 
 
+def test_what_a_driver_has_committed_is_not_guessed() -> None:
+    """While the outcome of an append is unknown, no beat says how the run stands."""
+    away = threading.Event()
+
+    class Away(Memory):
+        def _request(self, kind: str, operation: Any) -> Any:
+            if away.is_set():
+                raise TimeoutError
+            return super()._request(kind, operation)
+
+    store = claimed(ObjectStore("", Away(), clock=Clock()))
+    (before, at), commit = store.log.last_read(), as_stage(store)
+    away.set()
+    with pytest.raises(StoreUnavailable):
+        store.commit(commit)
+    with pytest.raises(StoreUnavailable, match=r"it is unknown whether the log of .* has another record"):
+        store.log.last_read()
+    away.clear()
+    slot = store.state.slot
+    after, later = store.log.last_read()
+    assert (before.slot, after.slot) == (slot - 1, slot)
+    assert later > at
+
+
 def test_a_driver_beats_stops_when_asked_and_says_goodbye(
     objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

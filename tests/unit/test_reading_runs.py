@@ -219,25 +219,25 @@ def test_a_run_is_a_line_or_two_that_break_at_words(width: int | None, lines: in
     best = ("val-core/a_dataset_whose_name_is_long/reward/mean@16", 0.5)
     long_name = "a-run-whose-name-is-so-long-that-no-other-column-fits-beside-it-on-a-terminal"
     listed = [
-        RunSummary("countdown", "", "ended early", 12, 100, best, 7300.0, 25_100_000),
-        RunSummary("日本語", "", "running", 1, 2, ("val-core/a/reward/mean@1", 0.25), 1.0, 1000),
-        RunSummary(long_name, "", "finished", 2, 2, None, 1.0, 1000),
+        RunSummary("countdown", "", "ended early", 12, 100, best, 7300.0),
+        RunSummary("日本語", "", "running", 1, 2, ("val-core/a/reward/mean@1", 0.25), 1.0),
+        RunSummary(long_name, "", "finished", 2, 2, None, 1.0),
     ]
     console = Console(file=io.StringIO(), force_terminal=width is not None, width=width or 80, soft_wrap=True)
     runs(console, listed[:2], "", "table")
     text = Text.from_ansi(console.file.getvalue()).plain  # type: ignore[attr-defined]
-    first, second = ["countdown", "ended early", "12/100", "2 h", "25.1 MB"], [f"0.500 {best[0]}"]
+    first, second = ["countdown", "ended early", "12/100", "2 h"], [f"0.500 {best[0]}"]
     shown = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
-    assert shown[0] == ["run", "state", "iterations", "age", "size", "best validation"]
+    assert shown[0] == ["run", "state", "iterations", "age", "best validation"]
     assert shown[1 : 1 + lines] == ([[*first, *second]] if lines == 1 else [first, second])
-    assert shown[-1] == ["日本語", "running", "1/2", "1 s", "1.0 kB", "0.250 val-core/a/reward/mean@1"]
+    assert shown[-1] == ["日本語", "running", "1/2", "1 s", "0.250 val-core/a/reward/mean@1"]
     assert len(shown) == 2 + lines
     console.file = io.StringIO()
     runs(console, listed, "", "table")
     text = Text.from_ansi(console.file.getvalue()).plain
     assert max(map(cell_len, text.splitlines())) <= (width or 200)
     shown = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
-    cells = [[long_name], ["finished", "2/2", "1 s", "1.0 kB"]]
+    cells = [[long_name], ["finished", "2/2", "1 s"]]
     assert shown[-lines:] == (cells if lines == 2 else [[*cells[0], *cells[1]]])
 
 

@@ -47,9 +47,3 @@ export function duration(seconds) {
   }
   return `${number(seconds, seconds < 10 ? 2 : 3)} s`;
 }
-
-export function size(bytes) {
-  const units = ["B", "kB", "MB", "GB", "TB"];
-  const power = Math.min(units.length - 1, Math.max(0, Math.floor(Math.log10(Math.max(bytes, 1)) / 3)));
-  return `${number(bytes / 1000 ** power, 3)} ${units[power]}`;
-}
