@@ -59,7 +59,7 @@ ifeq ($(shell command -v buildah && command -v debootstrap),)
 endif
 
 slurm: ## Slurm for the tests of its batch script, with apt
-ifeq ($(shell command -v slurmctld && command -v munged && command -v ip),)
+ifeq ($(shell command -v slurmctld > /dev/null && command -v munged > /dev/null && command -v ip),)
 	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; fi
 endif
 

@@ -24,8 +24,9 @@ ClusterName=tests
 SlurmctldHost=controller
 SlurmUser=root
 MailProg=/bin/true
-# a requeued job waits until the credential of its first start has expired
+# a job that is requeued waits until the credential of its start has expired, and then for a scheduler
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SchedulerParameters=sched_interval=1,bf_interval=1
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid

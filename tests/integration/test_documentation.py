@@ -78,12 +78,10 @@ NOT_RUN = {
     "ratchet doctor --engines": "starts every engine, Ray and vLLM",
     "ray start": "needs several machines",
     "RAY_ADDRESS": "needs that Ray cluster and a bucket",
-    "head=$(scontrol": "needs Slurm",
+    "sbatch": "needs Slurm: tests/integration/test_slurm.py",
     "ratchet train examples/sentences/grpo.yaml": "needs the pretrained model: tests/integration/test_pretrained.py",
     "python examples/summary.py sentences": "needs the run of the demo; that of the Countdown demo is summed up",
     "ratchet train examples/grpo.yaml": "its run is there already, with a reward model",
-    "srun": "needs Slurm",
-    "sleep": "waits for Slurm's tasks",
     "ssh": "needs another machine",
 }
 """Commands that a test machine cannot run, by their first words, and why. Their configs are checked all the same."""

@@ -95,7 +95,7 @@ def config(workspace: Path, cluster: Slurm, name: str, **changes: Any) -> RunCon
     defaults: dict[str, Any] = {
         "run__name": name,
         "run__store": f"file://{cluster.folder}/runs",
-        "reward__function": "tests.rewards:letters",
+        "reward__function": "tests.rewards:slow_letters",
         "algorithm__advantage": "grpo",
         "algorithm__kl__in_reward": None,
         "actor__engine": "fsdp",
@@ -121,7 +121,7 @@ def test_a_job_on_two_nodes_that_is_requeued_ends_like_one_that_is_not(cluster: 
 
     # near its time limit, of which Slurm tells the script by this signal: it stops and queues itself again
     job = Job(cluster, config(workspace, cluster, "limited"), nodes=2)
-    job.until_it_generates(1)
+    job.until_it_generates(0)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     history = job.finish()
     assert job.known()["Restarts"] == "1"
