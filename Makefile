@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm sglang browser ceph kubernetes buildah site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
+.PHONY: demo vllm sglang browser ceph kubernetes buildah slurm site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
@@ -58,6 +58,11 @@ ifeq ($(shell command -v buildah && command -v debootstrap),)
 	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends buildah debootstrap; fi
 endif
 
+slurm: ## Slurm for the tests of its batch script, with apt
+ifeq ($(shell command -v slurmctld > /dev/null && command -v munged > /dev/null && command -v ip),)
+	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; fi
+endif
+
 kubernetes: build/kubernetes/installed ## today's Prefect worker for Kubernetes, for the tests of deployments
 
 TESTS ?= tests
@@ -73,7 +78,7 @@ test-versions: ## some of them with the oldest versions that pyproject.toml take
 	$(MAKE) build/$(VERSIONS)/installed VENV=build/$(VERSIONS) CONSTRAINTS=tests/versions/$(VERSIONS).txt
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) $(OTHERS)
 
-test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah site-environment`
+test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah slurm site-environment`
 	$(PYTEST) -m slow $(TESTS)
 
 test-sglang: build/sglang/installed ## those that ask a real SGLang server

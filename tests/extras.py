@@ -19,7 +19,7 @@ from typing import IO
 
 import pytest
 
-from tests import ceph, image, kubernetes, sglang_server
+from tests import ceph, image, kubernetes, sglang_server, slurm
 
 MKDOCS = Path(__file__).parents[1] / "build" / "site-environment" / "bin" / "mkdocs"
 
@@ -60,6 +60,7 @@ EXTRAS = {
     "ceph": Extra(lambda: ceph.missing() is None, "make ceph"),
     "kubernetes": Extra(kubernetes.is_here, "make kubernetes"),
     "buildah": Extra(image.is_here, "make buildah"),
+    "slurm": Extra(slurm.is_here, "make slurm"),
     "site": Extra(MKDOCS.exists, "make site-environment"),
     "chromium": Extra(lambda: chromium() is not None, "make browser"),
     "bubblewrap": Extra(lambda: shutil.which("bwrap") is not None, "apt-get install bubblewrap"),

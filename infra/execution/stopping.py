@@ -43,6 +43,8 @@ class Stopping:
         """Stops at the next `check`. Abandons running, uncommitted work after `GRACE_S`, or at once on Ctrl-C."""
         # A signal handler may interrupt any line of the main thread, even an import or one that holds a lock. So this
         # only queues; `watching` acts in another thread.
+        if signum is not None:
+            signal.alarm(0)  # of Ray's handler, which calls this one: it would abort the process 3 s later
         self._asked = True
         # at once on Ctrl-C, because the terminal also interrupts the temporary Prefect server
         self._requests.put("at once" if signum == signal.SIGINT else "soon")

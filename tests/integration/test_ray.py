@@ -175,6 +175,18 @@ def test_drivers_and_workers_that_are_killed_leave_no_trace(runs: Runs) -> None:
     assert history.state.term == 2, "the first driver came through; the second found the run done"
 
 
+def test_a_driver_that_is_asked_to_stop_finishes_its_work(runs: Runs) -> None:
+    """It has more than the 3 s that the handler leaves it which Ray installs in the first iteration."""
+    config = runs.config("asked", critic__engine="fsdp")
+    child = runs.train(config, Fault("put", "manifests/iteration=000000/generate", "before", delay_s=6.0))
+    until(lambda: "waiting at" in child.text)
+    child.signal(signal.SIGTERM)
+    assert child.wait() == 1, child.text
+    assert "continues from the last commit" in child.text
+    assert ("generate", 0) in History.of(config).stages
+    runs.finish(config)
+
+
 def test_a_run_that_changed_to_megatron_is_killed_and_resumed(runs: Runs) -> None:
     """Two workers share matrices, first by FSDP2. They are killed, and then their driver: the results stay the same."""
     grpo: dict[str, Any] = {

@@ -167,12 +167,7 @@ def test_an_iteration_without_its_index_is_missing_from_the_curves(page: Page, d
     key = "index/000001.1-0.json"
     (damaged / key).unlink()
     with live(page, f"file://{damaged.parent}") as url:
-        visit(page, url)
-        assert page.locator("#now h3").all_inner_texts() == ["whole"], "by default one that is whole"
-        row = row_of(page, "ppo")
-        assert "damaged" in row and "3 of 3" in row and f"{key} is gone" in row
-        page.click("li[data-name=ppo] .name")
-        wait_until(page, "document.querySelector('#now h3')?.textContent === 'ppo'")
+        visit(page, f"{url}#run=ppo")
         assert f"{LEFT_OUT}file://{damaged}/{key} is gone" in page.inner_text("#damages")
         assert page.evaluate(CURVES)["critic/score/mean: score, mean"][0] == [0, 2, 3]
         page.click("[data-view=answers]")
@@ -187,7 +182,6 @@ def test_a_log_that_cannot_be_read_is_named_and_hides_no_other_run(browser: Brow
     truncate(newest)
     with opened(browser, refused="status of 502") as page, live(page, f"file://{damaged.parent}") as url:
         visit(page, f"{url}#run=ppo&view=answers")
-        assert f"{newest.name} is damaged" in row_of(page, "ppo")
         assert f"{newest.name} is damaged" in page.inner_text("#error")
         page.check("[data-run=whole]")
         wait_until(page, "document.querySelector('#now h3')?.textContent === 'whole'")

@@ -109,20 +109,21 @@ def test_the_failed_run_among_300_and_what_to_do(browser: Browser, store: Path, 
     changes = {"run.store": f"file://{store}", "run.name": "worse", "actor.lr": 1e30, "train.iterations": 2}
     child = processes.train(ppo.config.with_values(changes))
     assert child.wait() == 1, child.text
-    with served(f"file://{store}") as url, opened(browser) as page:
-        visit(page, url)
-        assert page.inner_text("#found") == f"{RUNS + 1} runs"
-        page.keyboard.press("/")
-        page.keyboard.type("failed")
-        assert page.inner_text("#found") == f"1 of {RUNS + 1} runs"
-        page.keyboard.press("Enter")
-        wait_until(page, "document.querySelector('#now h3')?.textContent === 'worse'")
-        told = page.inner_text("#now")
-        assert "the gradient's norm is nan" in told
-        assert "ratchet resume worse" in told
-        assert page.locator("#list-of-runs li").count() == RUNS + 1, "the search has ended"
-        page.goto("about:blank")
-    shutil.rmtree(store / "worse")
+    try:
+        with served(f"file://{store}") as url, opened(browser) as page:
+            visit(page, url)
+            assert page.inner_text("#found") == f"{RUNS + 1} runs"
+            page.keyboard.press("/")
+            page.keyboard.type("failed")
+            assert page.inner_text("#found") == f"1 of {RUNS + 1} runs"
+            page.keyboard.press("Enter")
+            wait_until(page, "document.querySelector('#now h3')?.textContent === 'worse'")
+            told = page.inner_text("#now")
+            assert "the gradient's norm is nan" in told
+            assert "ratchet resume worse" in told
+            page.goto("about:blank")
+    finally:
+        shutil.rmtree(store / "worse")
 
 
 def test_runs_are_found_sorted_and_walked_by_keys(page: Page, url: str) -> None:
