@@ -231,6 +231,7 @@ def test_phones_and_the_dark(browser: Browser, url: str) -> None:
         with opened(browser, width=width, height=844, scheme="dark") as page:
             visit(page, f"{url}#run=ppo&run=grpo&id=it000002-p00000-s00")
             page.wait_for_selector("#reader .token")
+            wait_until(page, "document.querySelector('#reader').getBoundingClientRect().top < innerHeight / 2")
             assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(19, 20, 23)"
 
