@@ -72,11 +72,12 @@ test: $(VENV)/installed ## the tests, without the slow ones: ten minutes on two 
 
 # what depends most on torch, transformers, PEFT, DeepSpeed, Prefect and Ray
 VERSIONS ?= oldest
-OTHERS = tests/contract/test_train_engines.py tests/contract/test_lora.py tests/integration/test_train.py \
+OTHERS = tests/contract/test_train_engines.py tests/contract/test_lora.py \
 	tests/integration/test_deploy.py tests/integration/test_packaging.py tests/unit/test_hub_layout.py
 test-versions: ## some of them with the oldest versions that pyproject.toml takes; VERSIONS=newest: with the newest
 	$(MAKE) build/$(VERSIONS)/installed VENV=build/$(VERSIONS) CONSTRAINTS=tests/versions/$(VERSIONS).txt
-	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) $(OTHERS)
+	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) -m "not slow" $(OTHERS)
+	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) tests/integration/test_train.py
 
 test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah slurm site-environment`
 	$(PYTEST) -m slow $(TESTS)

@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from playwright.sync_api import Response
+
 from ratchet.tasks import pipeline  # noqa: F401  (as `ratchet ui` does before it listens)
 from tests.browser import chromium, opened, served
 
@@ -30,8 +32,8 @@ def main() -> None:
         with chromium() as browser, served(f"file://{store}") as url:
             for visit in range(3):
                 with opened(browser) as page:
-                    sent = []
-                    page.on("response", lambda response, sent=sent: sent.append(response))
+                    sent: list[Response] = []
+                    page.on("response", sent.append)
                     started = time.perf_counter()
                     page.goto(url)
                     page.wait_for_selector("#list-of-runs li")

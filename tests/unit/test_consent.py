@@ -77,7 +77,7 @@ REFUSED: dict[str, list[str]] = {
     "ingest": [RUN, "-o", "ingested"],  # never served
 }
 """Commands that refuse this run for other reasons."""
-NEEDS_NO_RUN = {"train", "ui", "data", "model", "convert", "sft", "reward-model", "deploy", "worker", "doctor"}
+NEEDS_NO_RUN = {"train", "ui", "data", "model", "convert", "sft", "reward-model", "deploy", "worker", "demo", "doctor"}
 """Commands that take none; the page of `ui` has a test of its own."""
 
 
@@ -158,7 +158,7 @@ def test_no_command_runs_code_of_a_copied_run(
         assert shown.status_code == 200, shown.text
     with pytest.raises(UserError, match="needs Python code of its own, which does not run where a run is only read"):
         reading_tokenizer(config.model)
-    assert decoder(config) is None
+    assert decoder(open_run(f"file://{tmp_path}/{RUN}")) is None
     assert not ran()
     assert not (tmp_path / "state").exists()
 
