@@ -33,7 +33,7 @@ def main() -> None:
             for visit in range(3):
                 with opened(browser) as page:
                     sent: list[Response] = []
-                    page.on("response", sent.append)
+                    page.on("response", lambda response, to=sent: to.append(response))
                     started = time.perf_counter()
                     page.goto(url)
                     page.wait_for_selector("#list-of-runs li")

@@ -54,6 +54,7 @@ NOT_RUN = {
     "python benchmarks/replicas.py": "the same",
     "python benchmarks/sentences.py": "the same",
     "python benchmarks/gpu.py": "the same",
+    "python benchmarks/page.py": "the same",
     "python benchmarks/paper.py": "the same: tests/unit/test_paper.py",
     "prefect deployment": "needs a Prefect server with a worker: tests/integration/test_deploy.py",
     "prefect deploy": "the same",
