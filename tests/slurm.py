@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 
 START_S = 120.0
+SPACES = ("--mount", "--uts", "--net", "--pid", "--mount-proc", "--fork", "--kill-child")
+"""The namespaces of the controller, in which those of the nodes are made."""
 
 CONFIG = """\
 ClusterName=tests
@@ -76,7 +78,7 @@ def is_here() -> bool:
     """True if its programs are installed, and this user may make namespaces, which root may not in some containers."""
     if os.getuid() or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "ip"))):
         return False
-    return not subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True).returncode
+    return not subprocess.run(["unshare", *SPACES, "true"], capture_output=True).returncode
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,14 @@ def slurm(folder: Path, nodes: int) -> Iterator[Slurm]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     (folder / "start.sh").write_text(START)
-    spaces = ["--mount", "--uts", "--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
-    command = ["unshare", *spaces, "bash", str(folder / "start.sh"), str(folder), *names]
+    command = ["unshare", *SPACES, "bash", str(folder / "start.sh"), str(folder), *names]
     environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
     with (folder / "start.log").open("w") as log:
         outside = psutil.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + START_S
         while not (inside := outside.children()):
+            assert outside.poll() is None and time.monotonic() < deadline, (folder / "start.log").read_text()
             time.sleep(0.05)
         cluster = Slurm(folder, inside[0].pid)
         while not _answers(cluster, nodes):

@@ -35,11 +35,13 @@ def demo(
     if name not in demos():
         raise UserError(f"there is no demo {name}: name one of {', '.join(demos())}")
     try:
-        added = _copy_missing(EXAMPLES, FOLDER)
+        added, changed = _copy_missing(EXAMPLES, FOLDER)
     except OSError as error:
         raise UserError(f"cannot write {FOLDER.resolve()}: {error.strerror}") from None
     if added:
         console.print(f"{added} files of the examples are in {FOLDER.resolve()}", highlight=False)
+    if changed:
+        console.print(f"kept, though the package has others: {', '.join(map(str, changed))}", highlight=False)
     # its programs are those of this environment, active or not
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     sys.stdout.flush()
@@ -49,15 +51,20 @@ def demo(
         raise UserError("the demos are scripts for bash, which is not installed") from None
 
 
-def _copy_missing(source: Path, folder: Path) -> int:
-    """Copies the files that a folder lacks; returns their number."""
+def _copy_missing(source: Path, folder: Path) -> tuple[int, list[Path]]:
+    """Copies the files that a folder lacks; returns their number, and the others that differ from the source's."""
     added = 0
+    changed: list[Path] = []
     for path in sorted(source.rglob("*")):
         copy = folder / path.relative_to(source)
-        if path.is_file() and "__pycache__" not in path.parts and not copy.exists():
+        if not path.is_file() or "__pycache__" in path.parts:
+            continue
+        if copy.exists():
+            changed += [copy] if copy.read_bytes() != path.read_bytes() else []
+        else:
             copy.parent.mkdir(parents=True, exist_ok=True)
             part = copy.with_name(f"{copy.name}.part")  # a kill must not leave half a file, which would be kept
             shutil.copyfile(path, part)
             part.replace(copy)
             added += 1
-    return added
+    return added, changed

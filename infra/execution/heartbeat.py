@@ -29,6 +29,8 @@ KEY = "log/heartbeat.json"
 INTERVAL_S = 5.0
 LOOK_S = 1.0
 """Seconds in which a beat reads what it says about the run, so that the next beat is in time."""
+LAST_LOOK_S = 15.0
+"""The same for the last beat, which stays: without an answer, each list reads the run's log."""
 
 
 class Beat(Frozen):
@@ -91,7 +93,7 @@ class Heartbeat:
         """Ends the thread, and marks the driver as stopped, by an error if there was one."""
         self._closed.set()
         self._thread.join(timeout=INTERVAL_S)
-        self._look()
+        self._look(LAST_LOOK_S)
         with suppress(StoreUnavailable):  # without new beats the driver counts as dead anyway
             if self.log.is_deleted():
                 self._delete_what_is_left()
@@ -149,13 +151,13 @@ class Heartbeat:
         )
         self.objects.put(KEY, beat.model_dump_json().encode())
 
-    def _look(self) -> None:
+    def _look(self, limit_s: float = LOOK_S) -> None:
         """Finds out how the run stands; no error in that ends a driver."""
         try:
             self._parent = parent_of(self.log) if self._parent is None else self._parent
             last = self.log.last_read(wait_s=LOOK_S)
-            self._standing = self._standings.of(self.log, self._parent, *last, limit_s=LOOK_S)
-        except (RatchetError, ValueError):  # a list reads the log then, and says what is wrong
+            self._standing = self._standings.of(self.log, self._parent, *last, limit_s=limit_s)
+        except Exception:  # a list reads the log then, and says what is wrong
             self._standing = None
 
 

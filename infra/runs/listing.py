@@ -59,8 +59,9 @@ class RunSummary:
 def runs_of(store_url: str) -> list[RunSummary]:
     """Lists the runs of a store, the newest commit first. Empty if the store does not exist.
 
-    A run costs one read, of its heartbeat. One whose driver was killed costs another for each process that lists, and
-    one whose newest beat does not say how it stands is read from its log; indexes are read once per process. Raises
+    A run costs one read, of its heartbeat. A process that lists reads another of each run whose driver was killed, and
+    if something was committed after the last beat, the log and the index of each iteration, as of a run whose newest
+    beat does not say how it stands: once. Raises
     `UserError` and `StoreUnavailable` as `ObjectStore`.
     """
     names, now = run_names(store_url), datetime.now(UTC)

@@ -137,7 +137,8 @@ def test_a_demo_runs_what_its_user_changed(installed: Installed) -> None:
     script = installed.folder / "examples" / "guess" / "run.sh"
     script.parent.mkdir(parents=True)
     script.write_text("ratchet --version; python examples/guess/guess.py data/guess; cat data/guess/sft.jsonl | wc -l")
-    copied, version, *_ = installed.run("ratchet", "demo", "guess").splitlines()
+    copied, kept, version, *_ = installed.run("ratchet", "demo", "guess").splitlines()
+    assert kept == "kept, though the package has others: examples/guess/run.sh"
     assert version == f"ratchet {ratchet.__version__}", "the program of this environment, which is not active"
     assert (installed.folder / "data" / "guess" / "sft.jsonl").exists()
     shipped = subprocess.run(["git", "ls-files", "examples"], cwd=ROOT, check=True, capture_output=True, text=True)

@@ -57,7 +57,7 @@ def find(page: Page, words: str) -> None:
 
 def test_runs_and_their_state(page: Page, url: str) -> None:
     visit(page, url)
-    for fold in page.locator(".fold").all():
+    for fold in page.locator(".fold[aria-expanded=false]").all():
         fold.click()
     rows = {row.get_attribute("data-name"): row.inner_text() for row in page.locator("#list-of-runs li").all()}
     assert set(rows) == {"ppo", "grpo", "hostile", "open", "new"}

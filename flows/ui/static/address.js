@@ -2,6 +2,7 @@
 
 const FIELDS = ["view", "run", "x", "smooth", "log", "metric", "of", "iteration", "order", "low", "high", "text", "where",
   "id", "colour", "beside"];
+const VIEWS = ["curves", "answers", "config"];
 const OF_ANSWERS = ["of", "iteration", "order", "low", "high", "text", "where", "id"];
 
 /** The state that the address holds now: `runs` are names in order, everything else is a text or "". */
@@ -9,7 +10,7 @@ export function read() {
   const parameters = new URLSearchParams(location.hash.slice(1));
   const state = Object.fromEntries(FIELDS.map(field => [field, parameters.get(field) ?? ""]));
   // a link to answers opens at them
-  const view = state.view || (OF_ANSWERS.some(field => state[field]) ? "answers" : "curves");
+  const view = VIEWS.includes(state.view) ? state.view : (OF_ANSWERS.some(field => state[field]) ? "answers" : "curves");
   return {...state, view, runs: parameters.getAll("run")};
 }
 

@@ -61,26 +61,25 @@ function smoothed(values, weight) {
   });
 }
 
-/** Where the rows of a view lie on the x axis: at the end of their iteration. */
-function places(view, x) {
+/** Where the rows of a view lie on the x axis: at the end of their iteration, or before it, as validations do. */
+function places(view, x, before) {
   const {iteration} = view.metrics;
-  if (x === "trajectories") {
-    const each = Number(view.config["data.prompts_per_iteration"]) * Number(view.config["rollout.n"] ?? 1);
-    return iteration.map(at => (at + 1) * each);
-  }
-  if (x === "seconds") {
-    const steps = view.metrics["perf/time_per_step"] ?? [];
-    let sum = 0;
-    return iteration.map((_, row) => sum += steps[row] ?? 0);
-  }
-  return iteration;
+  if (x === "" || view.state === "fit") return iteration;
+  const each = Number(view.config["data.prompts_per_iteration"]) * Number(view.config["rollout.n"] ?? 1);
+  const steps = view.metrics["perf/time_per_step"] ?? [];
+  let sum = 0;
+  return iteration.map((_, row) => {
+    const start = sum;
+    sum += x === "seconds" ? steps[row] ?? 0 : each;
+    return before ? start : sum;
+  });
 }
 
 function curve(key, title, drawn, dots, pick) {
   const {x: over, smooth, log} = read();
   const lines = drawn.map(({view, index}) => {
     const raw = view.metrics[key];
-    const rows = places(view, over);
+    const rows = places(view, over, dots);
     const values = smooth && !dots ? smoothed(raw, Number(smooth)) : raw;
     const at = new Map();  // two rows may be at one place, such as a validation after the last iteration
     rows.forEach((place, row) => (raw[row] !== null || !at.has(place)) && at.set(place, row));
@@ -95,12 +94,12 @@ function curve(key, title, drawn, dots, pick) {
   const isLog = Boolean(log) && all.every(value => value > 0) && all.length > 0;
   const xs = x.length === 1 ? [x[0] - 1, x[0] + 1] : [x[0], x.at(-1)];
   const ys = isLog ? range(all.map(Math.log10)).map(value => 10 ** value) : range(all);
-  const data = {x, series, xs, ys, dots, joined: over !== "", log: isLog};
+  const data = {x, series, xs, ys, dots, joined: over !== "", log: isLog, unit: over};
   const called = {trajectories: "trajectories", seconds: "s"}[over] ?? "it";
   return card(key, title, 170, data, at => [
     make("span", {className: "dim"}, at === null ? "last" : over ? `${number(x[at])} ${called}` : `it ${x[at]}`),
     ...series.map(one => make("span", {}, dot(one.number), number(at === null ? newest(one.values) : one.values[at])))],
-    (at, line) => iterations[line][at] !== null && pick(series[line].label, iterations[line][at]));
+    (at, line) => iterations[line][at] !== null && lines[line].view.state !== "fit" && pick(series[line].label, iterations[line][at]));
 }
 
 function seconds(view, stages) {

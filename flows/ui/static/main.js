@@ -15,9 +15,12 @@ let summaries = [];
 let views = [];
 let chosen = [];
 let asked = "";
+let turns = 0;
 
 function choose(names) {
   write({runs: names, id: ""}, {step: true});
+  chosen = choice();  // at once, for the next click
+  runs.list(summaries, chosen, choose);
   refresh();
 }
 
@@ -37,7 +40,9 @@ function go(view) {
 
 /** Show the answers of an iteration of a run: those behind a point of a curve. */
 function answers(run, iteration) {
-  write({view: "answers", of: run, iteration: String(iteration), id: "", where: "", text: "", low: "", high: ""}, {step: true});
+  const view = views.find(({name}) => name === run);
+  const last = runs.isOpen(view) ? view.closed : view.closed - 1;  // a validation may come after it
+  write({view: "answers", of: run, iteration: String(Math.min(iteration, last)), id: "", where: "", text: "", low: "", high: ""}, {step: true});
   open();
   trajectories.show(views);
 }
@@ -67,8 +72,10 @@ const draw = () => charts.show(views.map((view, index) => ({view, index})).filte
 /** Ask for the chosen runs; show what has changed. */
 async function refresh() {
   open();
+  const turn = ++turns;
   const wanted = choice();
   const replies = await Promise.allSettled(wanted.map(name => source.run(name)));
+  if (turn !== turns) return;  // others were chosen meanwhile
   const failed = replies.find(({status}) => status === "rejected");
   fail(failed?.reason);
   const arrived = replies.filter(({status}) => status === "fulfilled").map(({value}) => value);

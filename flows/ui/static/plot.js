@@ -7,13 +7,13 @@ const RIGHT = 8;
 const TOP = 6;
 const BOTTOM = 26;
 const plots = new Set();
-let cursor = null;
+let cursor = null;  // a value, and what it counts
 
 const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** Put the cursor of all plots at an iteration, or nowhere. */
-export function pointAt(iteration) {
-  cursor = iteration;
+/** Put the cursor of all plots over the same unit at a value, or nowhere. */
+export function pointAt(value, unit = "") {
+  cursor = value === null ? null : {value, unit};
   for (const plot of plots) plot.point();
 }
 
@@ -49,10 +49,14 @@ export class Plot {
     this.canvas = make("canvas");
     this.line = make("div", {className: "cursor"});
     place.append(this.canvas, this.line);
-    place.onpointermove = ({clientX}) => pointAt(this.nearest(this.value(clientX - place.getBoundingClientRect().left)));
+    const point = ({clientX}) => pointAt(this.nearest(this.value(clientX - place.getBoundingClientRect().left)), this.unit);
+    place.onpointermove = point;
     place.onpointerleave = () => pointAt(null);
     place.onkeydown = event => this.walk(event);
-    place.onclick = ({clientY}) => this.pick(clientY - place.getBoundingClientRect().top);
+    place.onclick = event => {
+      point(event);  // a tap has left before it is a click
+      this.pick(event.clientY - place.getBoundingClientRect().top);
+    };
     new ResizeObserver(() => this.draw()).observe(place);
     plots.add(this);
   }
@@ -60,16 +64,16 @@ export class Plot {
   /**
    * Show other data. `series` have a label, a number (of their colour) and a value, or null, for each of `x`. Lines
    * with `dots` go on over nulls, and so do `joined` ones; `bars` are stacked. A series may have other values, which are
-   * drawn `faint`. `xs` and `ys` are the ranges of the axes; that of y may be logarithmic.
+   * drawn `faint`. `xs` and `ys` are the ranges of the axes; that of y may be logarithmic. `unit` is what `x` counts.
    */
-  show({x, series, xs, ys, dots = false, bars = false, joined = false, log = false}) {
-    Object.assign(this, {x, series, xs, ys, dots, bars, joined, log});
+  show({x, series, xs, ys, dots = false, bars = false, joined = false, log = false, unit = ""}) {
+    Object.assign(this, {x, series, xs, ys, dots, bars, joined, log, unit});
     this.draw();
   }
 
   /** The index of the iteration at the cursor. */
   get index() {
-    return cursor === null || !this.x.length ? null : this.x.indexOf(this.nearest(cursor));
+    return cursor?.unit !== this.unit || !this.x.length ? null : this.x.indexOf(this.nearest(cursor.value));
   }
 
   nearest(value) {
@@ -97,19 +101,19 @@ export class Plot {
   pick(height) {
     const at = this.index;
     if (at === null || !this.picked) return;
-    const far = ({values}) => values[at] === null ? Infinity : Math.abs(this.top(values[at]) - height);
+    const far = ({values}) => values[at] === null ? Infinity : height === null ? 0 : Math.abs(this.top(values[at]) - height);
     const line = this.series.reduce((best, one, place) => far(one) < far(this.series[best]) ? place : best, 0);
     this.picked(at, line);
   }
 
   /** Arrow keys move the cursor; Enter picks its point, of the first line. */
   walk(event) {
-    if (event.key === "Enter") this.pick(0);
+    if (event.key === "Enter") this.pick(null);
     const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
     if (!step || !this.x.length) return;
     event.preventDefault();
     const from = this.index ?? this.x.length - (step < 0 ? 0 : 1);
-    pointAt(this.x[Math.min(this.x.length - 1, Math.max(0, from + step))]);
+    pointAt(this.x[Math.min(this.x.length - 1, Math.max(0, from + step))], this.unit);
   }
 
   /** Show where the cursor is, and call `told` with the index of its iteration, or null. */

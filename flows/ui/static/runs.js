@@ -4,12 +4,12 @@ import {at, dot, duration, make, number} from "ui/dom";
 import {source} from "ui/source";
 
 const SORTS = {
-  newest: (a, b) => (a.age_s ?? 0) - (b.age_s ?? 0),
+  newest: (a, b) => a.age_s === b.age_s ? 0 : (a.age_s ?? Infinity) - (b.age_s ?? Infinity),
   best: (a, b) => (b.best_validation?.[1] ?? -Infinity) - (a.best_validation?.[1] ?? -Infinity),
   name: () => 0,
   state: (a, b) => a.state < b.state ? -1 : a.state > b.state ? 1 : 0,
 };
-const unfolded = new Set();
+const folds = new Map();  // by name, whether somebody has unfolded a run
 
 const said = summary => [summary.name, summary.state, summary.recipe, summary.parent && `fork of ${summary.parent}`]
   .filter(Boolean).join(" ").toLowerCase();
@@ -25,17 +25,21 @@ export function found(summaries) {
 /** The pane: without a search, forks are folded under their run. `choose` is called with the names that are then chosen. */
 export function list(summaries, chosen, choose) {
   const focused = document.activeElement?.closest?.("[data-name]")?.dataset.name;
-  const wasBox = document.activeElement?.type === "checkbox";
+  const control = ["input", ".fold", ".name"].find(selector => document.activeElement?.matches(selector));
   const shown = found(summaries);
   const isSearch = at("find").value.trim() !== "";
   const names = new Set(shown.map(({name}) => name));
-  const forks = Map.groupBy(isSearch ? [] : shown.filter(({parent}) => names.has(parent)), ({parent}) => parent);
+  const forks = new Map(shown.map(({name}) => [name, []]));
+  if (!isSearch) for (const summary of shown) forks.get(summary.parent)?.push(summary);
+  const parents = new Map(shown.map(({name, parent}) => [name, parent]));
+  const above = new Set();  // runs with a fork that is chosen
+  for (let name of chosen) while ((name = parents.get(name)) && !above.has(name)) above.add(name);
   const rows = [];
   const added = new Set();
   const add = (summary, depth) => {
     added.add(summary.name);
-    const below = (forks.get(summary.name) ?? []).filter(({name}) => !added.has(name));
-    const isOpen = unfolded.has(summary.name) || below.some(({name}) => chosen.includes(name));
+    const below = forks.get(summary.name).filter(({name}) => !added.has(name));
+    const isOpen = folds.get(summary.name) ?? above.has(summary.name);
     rows.push(row(summary, depth, below.length, isOpen));
     if (isOpen) for (const fork of below) add(fork, depth + 1);
   };
@@ -55,7 +59,7 @@ export function list(summaries, chosen, choose) {
     const fold = make("button", {type: "button", className: "plain dim fold", "aria-expanded": String(isOpen)}, `${isOpen ? "▾" : "▸"} ${below}`);
     fold.title = fold.ariaLabel = `${below} ${below === 1 ? "fork" : "forks"} of ${summary.name}`;
     fold.onclick = () => {
-      if (!unfolded.delete(summary.name)) unfolded.add(summary.name);
+      folds.set(summary.name, !isOpen);
       list(summaries, chosen, choose);
     };
     const item = make("li", {"data-name": summary.name, className: place >= 0 ? "chosen" : ""}, box,
@@ -67,15 +71,25 @@ export function list(summaries, chosen, choose) {
   }
 
   for (const summary of shown) if (isSearch || !names.has(summary.parent)) add(summary, 0);
-  const isBelow = ({parent}) => added.has(parent);
-  for (const summary of shown) if (!added.has(summary.name) && !isBelow(summary)) add(summary, 0);  // names that came round
+  const rings = isSearch ? [] : shown.filter(({name}) => isInRing(name, parents));
+  for (const summary of rings) if (!added.has(summary.name)) add(summary, 0);
   at("found").textContent = !summaries.length ? "" : isSearch ? `${shown.length} of ${summaries.length} runs` : `${summaries.length} runs`;
   const nothing = !summaries.length
     ? ["no run in this store yet: ", make("code", {}, "ratchet train CONFIG.yaml"), " or ", make("code", {}, "ratchet demo"), " makes one"]
     : ["no run matches"];
   at("list-of-runs").replaceChildren(...(rows.length ? rows : [make("li", {className: "dim"}, make("p", {}, ...nothing))]));
   const item = [...at("list-of-runs").children].find(element => element.dataset.name === focused);
-  if (focused) item?.querySelector(wasBox ? "input" : ".name")?.focus({preventScroll: true});
+  if (focused && control) item?.querySelector(control)?.focus({preventScroll: true});
+}
+
+/** Whether a run descends from itself, as where a name was deleted and used again. */
+function isInRing(name, parents) {
+  const seen = new Set();
+  for (let at = parents.get(name); at && !seen.has(at); at = parents.get(at)) {
+    if (at === name) return true;
+    seen.add(at);
+  }
+  return false;
 }
 
 function state(view) {
@@ -107,12 +121,10 @@ function remaining(view) {
   return (view.iterations - view.closed) * steps.reduce((sum, value) => sum + value, 0) / steps.length;
 }
 
-/** What to do about a run that does not run. */
-const REMEDIES = {failed: "resume", stopped: "resume", "not started": "resume", damaged: "verify"};
-
 /** What each chosen run does now. */
 export function now(views, summaries) {
   const open = new Set([...at("now").querySelectorAll("details[open]")].map(details => details.dataset.of));
+  const focused = document.activeElement?.closest?.("#now details")?.dataset.of;
   const card = (name, index, ...content) => make("div", {className: "card"}, make("h3", {}, dot(index), name), ...content);
   at("now").replaceChildren(...views.map((view, index) => {
     const summary = summaries.find(({name}) => name === view.name);
@@ -126,14 +138,15 @@ export function now(views, summaries) {
     ].filter(([, value]) => value !== null);
     const stages = isOpen(view)
       ? [make("p", {className: "dim"}, `iteration ${view.closed}`), make("ol", {className: "stages"}, ...view.stages.map(stage))] : [];
-    const remedy = source.live && REMEDIES[view.state];
+    const isToResume = source.live && ["failed", "stopped", "not started"].includes(view.state);
     const parent = view.parent ? [make("p", {className: "dim"}, `forked from ${view.parent}`)] : [];
     const problem = summary?.problem ? [make("p", {className: "problem"}, summary.problem)] : [];
-    const fix = remedy ? [make("p", {className: "dim"}, make("code", {}, `ratchet ${remedy} ${view.name}`), ` ${remedy === "resume" ? "continues" : "lists the damage"}`)] : [];
+    const fix = isToResume ? [make("p", {className: "dim"}, make("code", {}, `ratchet resume ${view.url}`), " continues")] : [];
     const more = make("details", {"data-of": view.name, open: open.has(view.name)}, make("summary", {className: "dim"}, "more"),
       make("dl", {}, ...facts.flatMap(([name, value, text]) => [make("dt", {}, name), make("dd", {}, text(value))])));
     return card(view.name, index, make("p", {className: `state ${view.state.replace(" ", "-")}`}, line), ...parent, ...problem, ...fix, ...stages, more);
   }));
+  if (focused) [...at("now").querySelectorAll("details")].find(details => details.dataset.of === focused)?.querySelector("summary").focus({preventScroll: true});
 }
 
 /** The keys in which the configs of several runs differ, or the main keys of one. */

@@ -18,6 +18,8 @@ let asked = 0;
 let asking = "";
 let leaving = new AbortController();
 let isShown = false;
+let drawn = "";
+let looking = new AbortController();
 
 const run = () => {
   const {of} = read();
@@ -29,7 +31,8 @@ const newest = view => Math.max(0, Math.min(view.closed, view.iterations) - 1);
 /** The filter as the source wants it. A server is asked about one iteration, unless it shall read all of them. */
 function filter(view) {
   const state = read();
-  const iteration = !source.live ? state.iteration : state.iteration === "all" ? "" : state.iteration || String(newest(view));
+  const chosen = form.elements.iteration.value;
+  const iteration = !source.live ? chosen : chosen === "all" ? "" : chosen || String(newest(view));
   const wanted = Object.fromEntries(filters.map(name => [name, state[name]]));
   return {...wanted, iteration};
 }
@@ -43,7 +46,8 @@ export async function show(shown) {
   const view = run();
   const state = read();
   options(form.elements.of, views.map(({name}) => [name, name]), view.name);
-  options(form.elements.iteration, await iterations(view), state.iteration);
+  const pairs = await iterations(view);  // another run may have fewer
+  options(form.elements.iteration, pairs, pairs.some(([value]) => value === state.iteration) ? state.iteration : "");
   at("sql").hidden = !source.live;
   for (const name of ["low", "high", "text", "where"]) {
     if (document.activeElement !== form.elements[name]) form.elements[name].value = state[name];
@@ -130,6 +134,9 @@ function choose(id) {
 function rows() {
   const {id} = read();
   const chosen = id || listed[0]?.id;
+  const now = JSON.stringify([asking, chosen, listed.length]);
+  if (now === drawn) return;  // so that a selection and the focus last
+  drawn = now;
   const focused = at("list").contains(document.activeElement) ? document.activeElement.dataset.id : null;
   const several = new Set(listed.map(line => line.iteration)).size > 1;
   const buttons = listed.map(line => button(line, line.id === chosen, several));
@@ -154,6 +161,7 @@ function walk(event) {
 
 /** Open the next answer of the list, or the one before. */
 export function step(by) {
+  if (!views.length || read().view !== "answers") return;
   const {id} = read();
   const place = Math.max(0, listed.findIndex(line => line.id === (id || listed[0]?.id)));
   const next = listed[Math.min(listed.length - 1, Math.max(0, place + by))];
@@ -164,10 +172,12 @@ export function step(by) {
 
 /** List the next iteration, or the one before. */
 export function otherIteration(by) {
-  const view = views.length ? run() : null;
-  if (!view || read().view !== "answers") return;
-  const now = read().iteration === "" || read().iteration === "all" ? newest(view) : Number(read().iteration);
-  const next = Math.min(isOpen(view) ? view.closed : view.closed - 1, Math.max(0, now + by));
+  if (!views.length || read().view !== "answers") return;
+  const there = [...form.elements.iteration.options].map(option => option.value).filter(value => /^\d+$/.test(value)).map(Number);
+  const {value} = form.elements.iteration;
+  const now = /^\d+$/.test(value) ? Number(value) : source.live ? newest(run()) : Math.max(...there) + 1;
+  const next = there.filter(iteration => by > 0 ? iteration > now : iteration < now).sort((a, b) => by * (a - b))[0];
+  if (next === undefined) return;
   write({iteration: String(next), id: ""});
   show(views);
 }
@@ -175,7 +185,7 @@ export function otherIteration(by) {
 /** Choose the next option of a select of the reader. */
 export function nextOf(id) {
   const select = at(id);
-  if (!select) return;
+  if (!select || read().view !== "answers" || (id === "quantity" && !opened?.trajectory)) return;
   select.selectedIndex = (select.selectedIndex + 1) % select.options.length;
   select.onchange();
 }
@@ -191,32 +201,42 @@ async function open(bySelection = false) {
   const other = isRun || state.beside === HISTORY ? state.beside : GROUP;
   if (!id) {
     opened = compared = null;
+    looking.abort();
     at("reader").replaceChildren(make("p", {className: "dim"}, "no trajectory"));
     at("beside").replaceChildren();
     at("beside").hidden = true;
     return;
   }
-  const key = JSON.stringify([view.name, id, other, view.closed > iterationOf(id) ? "" : asking]);
+  const names = views.map(({name}) => name);
+  const key = JSON.stringify([view.name, id, other, names, view.closed > iterationOf(id) ? "" : asking]);
+  if (opened?.key === key && (!opened.beside || opened.colour === state.colour)) return;
   if (opened?.key !== key) {
-    opened = {key};
+    const mine = opened = {key};
+    looking.abort();
+    looking = new AbortController();
+    const {signal} = looking;
     try {
-      const trajectory = await source.trajectory(view.name, iterationOf(id), id);
-      const beside = await (isRun ? source.trajectory(other, iterationOf(id), id)
-        : other === HISTORY ? source.trajectories(view.name, {like: id, order: "newest"})
-        : source.trajectories(view.name, {iteration: String(trajectory.iteration), prompt_id: trajectory.prompt_id})
-      ).catch(error => error);
-      if (opened.key !== key) return;
-      opened = {key, trajectory, beside};
+      mine.trajectory = await source.trajectory(view.name, iterationOf(id), id);
     } catch (error) {
-      if (opened.key !== key) return;
+      if (opened !== mine) return;
       opened = compared = null;
       at("reader").replaceChildren(make("p", {role: "alert"}, error.message));
       at("beside").replaceChildren();
       return;
     }
-  } else if (!opened.trajectory) return;
+    if (opened !== mine) return;
+    reader(at("reader"), mine.trajectory, view.name, true);  // what is beside it may take longer
+    const found = await (isRun ? source.trajectory(other, iterationOf(id), id)
+      : other === HISTORY ? source.trajectories(view.name, {like: id, order: "newest"}, signal)
+      : source.trajectories(view.name, {iteration: String(mine.trajectory.iteration), prompt_id: mine.trajectory.prompt_id}, signal)
+    ).catch(error => error);
+    if (opened !== mine) return;
+    mine.beside = found;
+  } else {
+    reader(at("reader"), opened.trajectory, view.name, true);
+  }
+  opened.colour = state.colour;
   compared = isRun && !(opened.beside instanceof Error) ? opened.beside : null;
-  reader(at("reader"), opened.trajectory, view.name, true);
   beside(view, other);
   if (bySelection && matchMedia("(max-width: 800px)").matches) at("reader").scrollIntoView();
 }
@@ -292,6 +312,7 @@ function reader(place, trajectory, name, isMain) {
       options(select, names.map(quantity => [quantity, quantity]), colour);
       select.onchange = () => {
         write({colour: select.value});
+        opened.colour = select.value;
         paint(at("reader"), opened.trajectory, select.value);
         if (compared) paint(at("beside"), compared, select.value);
       };
