@@ -84,7 +84,7 @@ class Heartbeat:
         self._standings = Standings()
         self._standing: Standing | None = None
         self._parent: str | None = None
-        self._look()
+        self._look(LOOK_S)
         self._beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -93,16 +93,24 @@ class Heartbeat:
         """Ends the thread, and marks the driver as stopped, by an error if there was one."""
         self._closed.set()
         self._thread.join(timeout=INTERVAL_S)
-        self._look(LAST_LOOK_S)
+        self._look(LOOK_S)
         with suppress(StoreUnavailable):  # without new beats the driver counts as dead anyway
             if self.log.is_deleted():
                 self._delete_what_is_left()
                 return
-            current = read(self.objects)
-            # otherwise the heartbeat is a newer driver's
-            if current is None or current.term <= self.term:
-                self._beat(stopped=True, failure=failure)
-                self.objects.delete([stop_key(self.term)])
+            if self._is_replaced():
+                return
+            self._beat(stopped=True, failure=failure)  # first, because a process that ends may be killed soon
+            self.objects.delete([stop_key(self.term)])
+            if self._standing is None:
+                self._look(LAST_LOOK_S)
+                if self._standing is not None and not self._is_replaced():
+                    self._beat(stopped=True, failure=failure)
+
+    def _is_replaced(self) -> bool:
+        """True if the heartbeat is a newer driver's."""
+        current = read(self.objects)
+        return current is not None and current.term > self.term
 
     def _delete_what_is_left(self) -> None:
         """Deletes the files that this driver wrote into a deleted run before it noticed the deletion."""
@@ -120,15 +128,14 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._closed.wait(INTERVAL_S):
-            self._look()
+            self._look(LOOK_S)
             try:
                 if self.log.is_deleted():
                     self._delete_what_is_left()
                     self.stopping.fail(Deleted.of(self.objects.url))
                     return
-                current = read(self.objects)
-                if current is not None and current.term > self.term:
-                    return  # a newer driver beats now; this one is fenced at its next commit
+                if self._is_replaced():
+                    return  # this driver is fenced at its next commit
                 self._beat()
                 if self.objects.get_if_there(stop_key(self.term)) is not None:
                     self.stopping.request()
@@ -151,7 +158,7 @@ class Heartbeat:
         )
         self.objects.put(KEY, beat.model_dump_json().encode())
 
-    def _look(self, limit_s: float = LOOK_S) -> None:
+    def _look(self, limit_s: float) -> None:
         """Finds out how the run stands; no error in that ends a driver."""
         try:
             self._parent = parent_of(self.log) if self._parent is None else self._parent

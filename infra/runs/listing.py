@@ -59,10 +59,9 @@ class RunSummary:
 def runs_of(store_url: str) -> list[RunSummary]:
     """Lists the runs of a store, the newest commit first. Empty if the store does not exist.
 
-    A run costs one read, of its heartbeat. A process that lists reads another of each run whose driver was killed, and
-    if something was committed after the last beat, the log and the index of each iteration, as of a run whose newest
-    beat does not say how it stands: once. Raises
-    `UserError` and `StoreUnavailable` as `ObjectStore`.
+    A run costs one read, of its heartbeat. If its driver was killed, a process that lists looks once for a later
+    commit. Where there is one, or the newest beat does not say how the run stands, it reads the log, and the index of
+    each iteration once. Raises `UserError` and `StoreUnavailable` as `ObjectStore`.
     """
     names, now = run_names(store_url), datetime.now(UTC)
     with ThreadPoolExecutor(READERS) as readers:

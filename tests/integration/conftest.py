@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page
 from ratchet.flows.sft import sft
 from ratchet.flows.train import train
 from ratchet.flows.train_reward_model import train_reward_model
-from ratchet.infra.runs.run import open_run
+from ratchet.infra.runs.run import Run, open_run
 from ratchet.rlhf.config import RewardTraining, SFTConfig
 from ratchet.tasks.analysis.plan import fork_run
 from tests import tiny
@@ -35,6 +35,12 @@ def shown_runs(common: Path, workspace: Path, prefect_server: str) -> Path:
             _make(folder / "runs", workspace, _hostile(folder / "hostile", workspace))
             (folder / "done").touch()
     return folder / "runs"
+
+
+@pytest.fixture(scope="module")
+def ppo(shown_runs: Path) -> Run:
+    """Opens the run `ppo`."""
+    return open_run(f"file://{shown_runs}/ppo")
 
 
 @pytest.fixture(scope="session")

@@ -33,11 +33,6 @@ def url(shown_runs: Path) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="module")
-def ppo(shown_runs: Path) -> Run:
-    return open_run(f"file://{shown_runs}/ppo")
-
-
 def wait_for_list(page: Page, expected: pd.DataFrame) -> None:
     ids = list(expected["trajectory_id"])
     wait_until(page, f"ids => JSON.stringify({LISTED}) === JSON.stringify(ids)", ids)

@@ -41,11 +41,6 @@ def url(store: Path) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="module")
-def ppo(shown_runs: Path) -> Run:
-    return open_run(f"file://{shown_runs}/ppo")
-
-
 def click_point(page: Page, metric: str, iteration: int) -> None:
     """Click where the curve of a metric has an iteration."""
     place = f"[...document.querySelectorAll('.chart')].find(p => p.parentElement.textContent.startsWith('{metric}'))"

@@ -770,20 +770,26 @@ def first_of_another_run() -> bytes:
     return other.objects[slot_key(0)]
 
 
+class Away(Memory):
+    """A store that can go away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away = threading.Event()
+
+    def _request(self, kind: str, operation: Any) -> Any:
+        if self.away.is_set():
+            raise TimeoutError
+        return super()._request(kind, operation)
+
+
 def test_what_ended_a_driver_is_told_where_the_store_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    away = threading.Event()
-
-    class Away(Memory):
-        def _request(self, kind: str, operation: Any) -> Any:
-            if away.is_set():
-                raise TimeoutError
-            return super()._request(kind, operation)
-
-    log = claimed(ObjectStore("", Away(), clock=Clock())).log
+    backend = Away()
+    log = claimed(ObjectStore("", backend, clock=Clock())).log
 
     def drive() -> None:
         with heartbeat.beating(log, Watched()):
-            away.set()
+            backend.away.set()
             raise UserError("a wrong reward")
 
     with pytest.raises(UserError, match="a wrong reward"):
@@ -792,22 +798,15 @@ def test_what_ended_a_driver_is_told_where_the_store_is_away(monkeypatch: pytest
 
 def test_what_a_driver_has_committed_is_not_guessed() -> None:
     """While the outcome of an append is unknown, no beat says how the run stands."""
-    away = threading.Event()
-
-    class Away(Memory):
-        def _request(self, kind: str, operation: Any) -> Any:
-            if away.is_set():
-                raise TimeoutError
-            return super()._request(kind, operation)
-
-    store = claimed(ObjectStore("", Away(), clock=Clock()))
+    backend = Away()
+    store = claimed(ObjectStore("", backend, clock=Clock()))
     (before, at), commit = store.log.last_read(), as_stage(store)
-    away.set()
+    backend.away.set()
     with pytest.raises(StoreUnavailable):
         store.commit(commit)
     with pytest.raises(StoreUnavailable, match=r"it is unknown whether the log of .* has another record"):
         store.log.last_read()
-    away.clear()
+    backend.away.clear()
     slot = store.state.slot
     after, later = store.log.last_read()
     assert (before.slot, after.slot) == (slot - 1, slot)
@@ -857,25 +856,17 @@ def test_an_older_driver_leaves_the_beat_to_the_newer(objects: ObjectStore, monk
 
 def test_a_store_that_is_away_does_not_stop_the_heart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
-    away = threading.Event()
-
-    class Away(Memory):
-        def _request(self, kind: str, operation: Any) -> Any:
-            if away.is_set():
-                raise TimeoutError
-            return super()._request(kind, operation)
-
     backend = Away()
     objects = ObjectStore("", backend, clock=Clock())
     beating = heartbeat.Heartbeat(claimed(objects).log, Watched())
-    away.set()
+    backend.away.set()
     time.sleep(0.1)
     assert beating._thread.is_alive()
-    away.clear()
+    backend.away.clear()
     count = heartbeat.read(objects).count  # type: ignore[union-attr]
     deadline = time.monotonic() + 60
     while heartbeat.read(objects).count == count:  # type: ignore[union-attr]
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    away.set()
+    backend.away.set()
     beating.close()  # an error here would hide the one that ended the driver

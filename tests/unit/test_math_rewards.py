@@ -220,7 +220,7 @@ def test_gsm8k_compares_numbers_of_any_length() -> None:
         "\\boxed{3}",
         "\\boxed{\\frac{1}{3}}",
         "I do not know",
-        "\\boxed{0.5}" + ", or so I think" * 100,
+        "\\boxed{0.5}" + ", I believe" * 100,
     ],
 )
 def test_mathematics_wrong(response: str) -> None:

@@ -27,14 +27,13 @@ function choose(names) {
 /** Show the view that the address names. */
 function open() {
   const {view} = read();
-  for (const section of document.querySelectorAll("[data-of]:is(section)")) section.hidden = section.dataset.of !== view;
+  for (const section of document.querySelectorAll("section[data-of]")) section.hidden = section.dataset.of !== view;
   for (const button of document.querySelectorAll("[data-view]")) button.setAttribute("aria-pressed", String(button.dataset.view === view));
 }
 
 function go(view) {
   write({view}, {step: true});
   open();
-  redraw();
   trajectories.show(views);
 }
 
