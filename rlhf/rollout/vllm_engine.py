@@ -144,7 +144,12 @@ class VLLMProcess:
             self._waits = True  # before the message is sent: whoever notices a lost process then tells this call
             self.send("call", method, arguments)
             answer: Any
-            good, answer = (False, self.lost) if self.lost is not None else self._answers.get()
+            if self.lost is None:
+                good, answer = self._answers.get()
+            else:
+                good, answer = False, self.lost
+                self.lost_at_work = True  # this call tells of it
+                self.end()  # its own thread may be doing so at this moment
             self._waits = False
         if not good:
             raise answer

@@ -20,7 +20,7 @@ import pytest
 from ratchet.rlhf import child_processes
 from ratchet.rlhf.errors import EngineLost
 from ratchet.rlhf.rollout.engine import Request, Sampling
-from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
+from ratchet.rlhf.rollout.vllm_engine import VLLMProcess, VLLMRollout
 from tests.vllm_stand_in.vllm import WORKER
 
 LEADER = f"""
@@ -135,6 +135,26 @@ def test_vllm_has_ended_when_its_memory_is_free(
     [worker] = workers()
     ends(engine, worker)
     assert child_processes.remaining([worker]) == []
+
+
+def test_vllm_that_dies_just_before_a_call_has_ended_after_it(
+    engine: VLLMRollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [worker] = workers()
+    send = VLLMProcess.send
+
+    def send_to_dead(process: VLLMProcess, *message: Any) -> None:
+        psutil.Process(worker.ppid()).kill()
+        while process.lost is None:
+            time.sleep(0.001)
+        send(process, *message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VLLMProcess, "send", send_to_dead)
+        with pytest.raises(EngineLost, match="vLLM's process died: exit code -9"):
+            engine.load_weights([])
+    assert child_processes.remaining([worker]) == []
+    assert engine.load_weights([]) == 0, "the loss is told once"
 
 
 @pytest.mark.filterwarnings("ignore:killed 0 s ago:RuntimeWarning")
