@@ -24,6 +24,7 @@ from prefect.assets import Asset, materialize
 from prefect.events import emit_event
 from prefect.types.names import MAX_ASSET_KEY_LENGTH
 
+from ratchet.flows.alerts import is_collapsed
 from ratchet.flows.callbacks import Callback
 from ratchet.flows.prefect_pages import has_pages
 from ratchet.infra.runs.run import Run
@@ -49,7 +50,7 @@ class PrefectEvents(Callback):
         if not has_pages():
             return
         _emit("iteration.closed", run, iteration, metrics)
-        if metrics.get("critic/advantages/min") == metrics.get("critic/advantages/max") == 0:
+        if is_collapsed(metrics):
             _emit("collapsed", run, iteration, metrics)
         materialized(trajectories_of(run.store.url), _sources(run), {"iteration": iteration})
         self._tell_of_snapshots(run, iteration)

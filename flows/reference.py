@@ -270,7 +270,8 @@ the iterations that a fork shares.
 
 A validation adds `val-core/<data source>/reward/mean@<n>`, the mean score;
 `val-core/<data source>/acc/mean@<n>`, the share of solved answers ([rewards.md](rewards.md)); and with `validation.n` above
-1, `reward/maj@<n>` and `reward/best@<n>`. They are null in iterations without a validation. Their names depend on
+1, `reward/maj@<n>` and `reward/best@<n>`. `val-aux/<data source>/reward/stderr@<n>` and `acc/stderr@<n>` are the standard
+errors of the two means over the prompts. All are null in iterations without a validation. Their names depend on
 `validation.data` and `validation.n`: if you change one, older files keep the columns that they have.
 
 "Shown" says where a metric is shown: in the line of an iteration, in `ratchet status`, on the iteration's page in Prefect,

@@ -55,6 +55,7 @@ CATALOGUE = (
     Display("actor/ref_kl", LINE | STATUS | PAGES | REPORT, ".4f"),
     Display("actor/kl_loss", REPORT),
     Display("actor/ppo_kl", REPORT),
+    Display("rollout_corr/k3_kl", REPORT),
     Display("actor/entropy", LINE | STATUS | PAGES | REPORT, ".3f"),
     Display("response_length/mean", LINE | STATUS | PAGES | REPORT, ".1f"),
     Display("response_length/clip_ratio", REPORT),

@@ -277,7 +277,7 @@ METRICS = (
 )
 """All metrics but those of validation, whose names contain the data source."""
 
-VALIDATION = ("val-core/", "val/")
+VALIDATION = ("val-core/", "val-aux/", "val/")
 """Prefixes of validation metrics."""
 
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
@@ -285,11 +285,21 @@ BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 def validation_metrics(source: str, statistics: Mapping[str, float], n: int) -> dict[str, float]:
     """Names the statistics of a data source's validation as in verl: `acc` is the share of solved answers."""
-    verls = {"mean_score": f"reward/mean@{n}", "pass@1": f"acc/mean@{n}"}
-    return {
-        f"val-core/{source}/{verls.get(statistic, f'reward/{statistic}')}": value
-        for statistic, value in statistics.items()
+    verls = {
+        "mean_score": f"val-core/{source}/reward/mean@{n}",
+        "pass@1": f"val-core/{source}/acc/mean@{n}",
+        "mean_score_stderr": f"val-aux/{source}/reward/stderr@{n}",
+        "pass@1_stderr": f"val-aux/{source}/acc/stderr@{n}",
     }
+    return {
+        verls.get(statistic, f"val-core/{source}/reward/{statistic}"): value for statistic, value in statistics.items()
+    }
+
+
+def stderr_of(metric: str) -> str:
+    """Returns the name of the standard error of a validation's mean, such as of `val-core/gsm8k/acc/mean@4`."""
+    of, _, n = metric.rpartition("/mean@")
+    return f"val-aux/{of.removeprefix('val-core/')}/stderr@{n}"
 
 
 def validation_scores(

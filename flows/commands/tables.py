@@ -28,7 +28,7 @@ from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError, counted, reached
 from ratchet.rlhf.schema import PARTS, TRAJECTORY
-from ratchet.rlhf.validation import means, sums
+from ratchet.rlhf.validation import STDERR, means, sums
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -476,7 +476,11 @@ def solve_rates(answers: pd.DataFrame, title: str, on_error: str, solved: float 
         mean, half = mean_and_interval(group)
         statistics = by_source[str(source)]
         if n > 1 or statistics.get("pass@1", mean) != mean:  # otherwise they only repeat the mean
-            shown = (f"{name} {value:{number}}" for name, value in statistics.items() if name != "mean_score")
+            shown = (
+                f"{name} {value:{number}}"
+                for name, value in statistics.items()
+                if name != "mean_score" and not name.endswith(STDERR)
+            )
             table.caption = f"{table.caption or ''}{source}: {', '.join(shown)}\n"
         formed = [parts.get("well_formed") for parts in group["reward_parts"]]
         known = [value for value in formed if value is not None]

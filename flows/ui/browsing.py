@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-from ratchet.flows.ui.documents import CLIP, Filter, Order, Trajectories, TrajectoryLine
+from ratchet.flows.ui.documents import CLIP, Bar, Filter, Order, Trajectories, TrajectoryLine
 from ratchet.infra.runs.sql import DataFile, FileTable, Statement, Tables
 from ratchet.infra.runs.statements import SQLProcess, StatementFailed
 from ratchet.infra.store.log import Corrupt, read_verified
@@ -23,6 +23,8 @@ LISTED = 200
 """Largest number of trajectories in a list."""
 SAMPLED = 256
 """Trajectories of an iteration from which the scales of colours are computed."""
+BARS = 24
+"""Largest number of bars of a histogram."""
 CHECK_S = 30.0
 T = TypeVar("T")
 ORDERS: dict[Order, str] = {
@@ -48,8 +50,8 @@ def matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories:
 def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories:
     columns = tables.columns.get("trajectories")
     if columns is None:
-        return Trajectories(lines=[], matching=0, total=0, damages=[])
-    score = "score" if "score" in columns else "NULL::FLOAT AS score"
+        return Trajectories(lines=[], scores=[], lengths=[], matching=0, total=0, damages=[])
+    score, length = "score" if "score" in columns else "NULL::FLOAT", "len(response_ids)"
     conditions: list[str] = []
     parameters: dict[str, str | float] = {}
     if wanted.text:
@@ -58,6 +60,8 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
     for name, value, condition in (
         ("low", wanted.low, "score >= $low"),
         ("high", wanted.high, "score <= $high"),
+        ("shortest", wanted.shortest, f"{length} >= $shortest"),
+        ("longest", wanted.longest, f"{length} <= $longest"),
         ("prompt_id", wanted.prompt_id or None, "prompt_id = $prompt_id"),
         ("like", wanted.like or None, "prompt = (SELECT prompt FROM trajectories WHERE trajectory_id = $like LIMIT 1)"),
     ):
@@ -72,15 +76,20 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
         f"left({column}, {CLIP}) AS {column}" for column in ("trajectory_id", "prompt_id", "finish_reason", "response")
     )
     listed = (
-        f"SELECT iteration, {score}, len(response_ids) AS length, {texts}, count(*) OVER () AS matching FROM filtered "
+        f"SELECT iteration, {score} AS score, {length} AS length, {texts}, count(*) OVER () AS matching FROM filtered "
         f"WHERE {where} ORDER BY {ORDERS[wanted.order]}, iteration DESC, trajectory_id LIMIT {LISTED}"
     )
+    drawn = () if wanted.prompt_id or wanted.like else (score, length)  # a group needs no histogram
     try:
-        _, frame, every = child.ask(
+        _, frame, every, *histograms = child.ask(
             tables,
             Statement(filtered),
             Statement(listed, parameters),
             Statement("SELECT count(*) AS n FROM trajectories"),
+            *(
+                Statement(_histogram(f"SELECT {x} AS x FROM filtered WHERE {where}"), parameters)
+                for x in drawn
+            ),
         )
     except StatementFailed as error:
         raise _explained(error, wanted.where, columns) from error
@@ -88,7 +97,21 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
     frame["score"] = frame["score"].where(frame["score"].notna(), None)
     count = int(frame["matching"][0]) if len(frame) else 0
     lines = [TrajectoryLine.model_validate(row) for row in frame.drop(columns="matching").to_dict("records")]
-    return Trajectories(lines=lines, matching=count, total=int(every["n"][0]), damages=[])
+    bars = [[Bar.model_validate(bar) for bar in histogram.to_dict("records")] for histogram in histograms]
+    scores, lengths = bars or ([], [])
+    total = int(every["n"][0])
+    return Trajectories(lines=lines, scores=scores, lengths=lengths, matching=count, total=total, damages=[])
+
+
+def _histogram(values: str) -> str:
+    """Returns a statement that counts the column `x` of a statement in at most `BARS` bars of equal width, or each of
+    its values if they are fewer."""
+    return f"""
+        WITH counted AS (SELECT x::DOUBLE AS x, count(*) AS n FROM ({values}) WHERE isfinite(x::DOUBLE) GROUP BY 1),
+        whole AS (SELECT min(x) AS least, max(x) - min(x) AS span, count(*) <= {BARS} AS few FROM counted)
+        SELECT min(x) AS low, max(x) AS high, sum(n)::BIGINT AS count FROM counted, whole
+        GROUP BY CASE WHEN few THEN x ELSE least({BARS} - 1, floor({BARS} * (x - least) / span)) END ORDER BY low
+    """
 
 
 def full_rows(

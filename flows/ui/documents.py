@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from ratchet.flows.alerts import Alert, alerts_of
 from ratchet.flows.shown_metrics import REPORT, shown_in
 from ratchet.infra.progress import note
 from ratchet.infra.runs.listing import State, state_of
@@ -22,7 +23,7 @@ from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.metrics import BY_NAME, VALIDATION
+from ratchet.rlhf.metrics import BY_NAME, VALIDATION, stderr_of
 from ratchet.rlhf.models.tokenizers import reading_tokenizer
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ MAIN_KEYS = (
     "run.seed",
 )
 """Keys of the config that are shown for a single run."""
+STDERRS = "val-aux/"
+"""Prefix of validation metrics that are drawn with others, not as curves of their own."""
 CLIP = 600
 """Largest number of characters of a response in a list."""
 
@@ -87,6 +90,9 @@ class RunView(Document):
     """By column, `iteration` first. The last row may be the validation of the open iteration."""
     titles: dict[str, str]
     """Headings of the metrics that are drawn as curves."""
+    stderrs: dict[str, list[float | None]]
+    """Standard errors of metrics, by the metric's name."""
+    alerts: list[Alert]
     config: dict[str, str]
     main_keys: list[str]
     damages: list[str]
@@ -103,10 +109,20 @@ class TrajectoryLine(Document):
     """The first `CLIP` characters."""
 
 
+class Bar(Document):
+    """A bar of a histogram: the number of values from `low` to `high`, both of which occur."""
+
+    low: float
+    high: float
+    count: int
+
+
 class Trajectories(Document):
-    """The first trajectories that match a filter, and their number."""
+    """The first trajectories that match a filter, their number, and histograms over all that match."""
 
     lines: list[TrajectoryLine]
+    scores: list[Bar]
+    lengths: list[Bar]
     matching: int
     total: int
     damages: list[str]
@@ -166,6 +182,10 @@ class Filter(Document):
     """A part of prompt, response or ground truth, in any case."""
     low: float | None = None
     high: float | None = None
+    """The least and the largest score."""
+    shortest: int | None = None
+    longest: int | None = None
+    """The least and the largest number of tokens."""
     prompt_id: str = ""
     like: str = ""
     """The id of a trajectory: only answers to its prompt."""
@@ -203,6 +223,12 @@ def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: It
         stages=stages,
         metrics={column: [_number(row.get(column), 7) for row in rows] for column in ("iteration", *titles)},
         titles=titles,
+        stderrs={
+            column: [_number(row.get(stderr_of(column))) for row in rows]
+            for column in titles
+            if stderr_of(column) in columns
+        },
+        alerts=alerts_of(closed_metrics),
         config=config,
         main_keys=[key for key in MAIN_KEYS if key in config] if not run.is_fit else list(config),
         damages=list(every_damage),
@@ -217,11 +243,12 @@ def _titles(columns: Iterable[str], is_fit: bool) -> dict[str, str]:
     present = [column for column in columns if column != "iteration"]
     if is_fit:
         return {column: column for column in present}
-    validations = {name: f"validation: {name.partition('/')[2]}" for name in present if name.startswith(VALIDATION)}
+    held_out = [name for name in present if name.startswith(VALIDATION)]
+    validations = {name: f"validation: {name.partition('/')[2]}" for name in held_out if not name.startswith(STDERRS)}
     curves = [name for name in CURVES if name in present]
     times = {name: "" for name in present if name.startswith("timing_s/") and name not in (*CURVES, *WHOLE_SECONDS)}
     first, others = ({name: CURVES[name] for name in names} for names in (curves[:1], curves[1:]))
-    known = {*validations, *times, *BY_NAME}
+    known = {*held_out, *times, *BY_NAME}
     return first | validations | others | {name: name for name in present if name not in known} | times
 
 

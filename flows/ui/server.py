@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -237,6 +238,7 @@ def app(store_url: str, host: str = "127.0.0.1", limits: SQLLimits = LIMITS) -> 
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[
+            Middleware(GZipMiddleware),  # a thousand iterations have a megabyte of metrics
             Middleware(TrustedHostMiddleware, allowed_hosts=_names_of(host), www_redirect=False),
             Middleware(_Guard),
         ],

@@ -75,6 +75,7 @@ def test_gsm8k_from_its_own_files(workspace: Path, processes: Processes) -> None
     store = History.of(config).run.store
     found = store.manifests(1)["validate"].metrics
     expected = {f"val-core/openai/gsm8k/reward/{name}@2" for name in ("mean", "maj", "best")}
+    expected.add("val-aux/openai/gsm8k/reward/stderr@2")
     assert set(found) == expected, "of a sum of rewards, no score means solved"
     answered = processes.cli("evaluate", "gsm8k", "--store", config.run.store, "--data", out / "test.parquet", "--n", 2)
     assert answered.wait() == 0, answered.text

@@ -195,12 +195,17 @@ def test_the_keyboard_is_enough(page: Page, url: str, ppo: Run) -> None:
     newest = list(best_first(ppo.trajectories([2]))["trajectory_id"])
     page.focus("[data-view=config]")
     reached = []
-    for _ in range(9):
+    for _ in range(13):
         page.keyboard.press("Tab")
-        reached.append(page.evaluate("document.activeElement.name || document.activeElement.dataset.id"))
+        reached.append(
+            page.evaluate("(element => element.name || element.dataset.id || element.title)(document.activeElement)")
+        )
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "none", f"{reached[-1]} has the focus, and it is not seen"
-    assert reached[:8] == ["of", "iteration", "order", "low", "high", "text", "where", newest[0]]
+    filters = ["of", "iteration", "order", "low", "high", "shortest", "longest", "text", "where"]
+    assert reached[:9] == filters
+    assert [text.partition(" ")[0] for text in reached[9:11]] == ["score", "tokens"], "one bar of each histogram"
+    assert reached[11] == newest[0]
     page.focus(f"#list [data-id={newest[0]}]")
     page.keyboard.press("ArrowDown")
     wait_for_open(page, newest[1])

@@ -41,9 +41,14 @@ def url(store: Path) -> Iterator[str]:
         yield address
 
 
+def chart(metric: str) -> str:
+    """Returns the expression of the chart of a metric."""
+    return f"[...document.querySelectorAll('.chart')].find(p => p.parentElement.textContent.startsWith('{metric}'))"
+
+
 def click_point(page: Page, metric: str, iteration: int) -> None:
     """Click where the curve of a metric has an iteration."""
-    place = f"[...document.querySelectorAll('.chart')].find(p => p.parentElement.textContent.startsWith('{metric}'))"
+    place = chart(metric)
     page.evaluate(f"{place}.scrollIntoView()")
     x, y = page.evaluate(
         f"""() => {{
@@ -167,6 +172,47 @@ def test_curves_are_drawn_as_asked(page: Page, url: str, ppo: Run) -> None:
     page.goto("about:blank")
     visit(page, link)
     assert page.input_value("[name=smooth]") == "0.9" and page.is_checked("[name=log]"), "a link keeps it"
+
+
+def test_a_bar_of_a_histogram_lists_its_answers(page: Page, url: str, ppo: Run) -> None:
+    visit(page, f"{url}#run=ppo&view=answers&iteration=1")
+    answers = ppo.trajectories([1])
+    scores = answers["score"]
+    drawn = page.evaluate("[...document.querySelectorAll('#histograms [aria-label*=scores] button')].map(b => b.title)")
+    counts = [int(title.partition(": ")[2].split()[0]) for title in drawn]
+    assert counts == list(scores.value_counts().sort_index()), "each of few values has a bar"
+    page.click("#histograms [aria-label*=scores] button >> nth=-1")
+    best = set(answers["trajectory_id"][scores == scores.max()])
+    wait_until(page, f"{LISTED}.length === {len(best)}")
+    assert set(page.evaluate(LISTED)) == best
+    assert page.input_value("[name=low]") == page.input_value("[name=high]") == str(scores.max())
+    page.go_back()
+    wait_until(page, f"{LISTED}.length === {len(answers)}")
+    page.fill("[name=longest]", str(answers["response_ids"].map(len).min() - 1))
+    wait_until(page, f"{LISTED}.length === 0")
+
+
+def test_what_goes_wrong_is_marked_and_leads_to_its_answers(page: Page, url: str, ppo: Run) -> None:
+    """The tiny policy never ends its answers."""
+    metrics = ppo.metrics()
+    assert (metrics["response_length/clip_ratio"] > 0.25).all()
+    plot = f"{chart('response_length/clip')}.plot"
+    visit(page, f"{url}#run=ppo")
+    assert page.evaluate(f"{plot}.marks.map(({{x}}) => x)") == [0]
+    page.click(f"#now button:has-text('iterations 0 to {len(metrics) - 1}: more than 25 % of the responses')")
+    wait_until(page, f"{LISTED}[0]?.startsWith('it000000')")
+
+
+def test_a_validation_is_drawn_with_two_standard_errors(page: Page, url: str, ppo: Run) -> None:
+    validation = ppo.validation()
+    [first, *_] = sorted(set(validation["iteration"]))
+    prompts = validation[validation["iteration"] == first].groupby("prompt_id")["score"].mean()
+    plot = f"{chart('validation: countdown/reward/mean')}.plot"
+    visit(page, f"{url}#run=ppo")
+    low, high = page.evaluate(f"[{plot}.series[0].low[0], {plot}.series[0].high[0]]")
+    assert (high - low) / 2 == pytest.approx(2 * prompts.std(ddof=1) / len(prompts) ** 0.5, rel=1e-3)
+    assert (high + low) / 2 == pytest.approx(prompts.mean(), rel=1e-3)
+    assert not page.locator("#curves h3:has-text('stderr')").count()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -171,13 +172,33 @@ def test_metrics_of_several_answers_by_hand() -> None:
         "pass@1": pytest.approx(0.5),
         "maj@3": pytest.approx(0.5),
         "best@3": pytest.approx(1.0),
+        # the prompts' means are 1/3 and 2/3
+        "mean_score_stderr": pytest.approx(1 / 6),
+        "pass@1_stderr": pytest.approx(1 / 6),
     }
-    assert found["b"] == {"mean_score": 0.5, "pass@1": 0.0}
+    assert found["b"] == {"mean_score": 0.5, "pass@1": 0.0}, "one prompt has no standard error"
+
+
+@pytest.mark.parametrize(("prompts", "skill", "covered"), [(64, 0.5, 0.945), (64, 0.9, 0.93), (64, 0.97, 0.87)])
+def test_two_standard_errors_around_a_mean_hold_the_rate_of_the_policy(
+    prompts: int, skill: float, covered: float
+) -> None:
+    """As the page draws them, over the draw of the prompts, with four answers each that are not independent. Near 0 and
+    1, few prompts hold it less often: docs/ui.md says so."""
+    random, trials, held = np.random.default_rng(0), 1000, 0
+    for _ in range(trials):
+        rates = random.beta(2 * skill, 2 * (1 - skill), prompts)
+        scores = (random.random((prompts, 4)) < rates[:, None]).astype(float)
+        names = [f"p{prompt}" for prompt in range(prompts) for _ in range(4)]
+        found = means([sums(["a"] * len(names), names, [""] * len(names), scores.ravel().tolist(), 4)])["a"]
+        held += abs(found["mean_score"] - skill) <= 2 * found["mean_score_stderr"]
+    noise = 3 * (covered * (1 - covered) / trials) ** 0.5
+    assert held / trials == pytest.approx(covered, abs=noise)
 
 
 def test_from_which_score_on_an_answer_is_solved_is_named_or_there_is_no_pass_at_1() -> None:
     answers = (["a"] * 4, ["p0", "p1", "p2", "p3"], [""] * 4, [-1.5, 0.2, 0.7, 3.0])
-    assert means([sums(*answers, 1)])["a"] == {"mean_score": pytest.approx(0.6)}
+    assert set(means([sums(*answers, 1)])["a"]) == {"mean_score", "mean_score_stderr"}
     assert means([sums(*answers, 1, 0.5)])["a"]["pass@1"] == 0.5
     tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "p"}}
     for reward, rollout, solved in (

@@ -1,9 +1,9 @@
 /* The state of the page, which its address holds (after the `#`), so that a link gives the same view. */
 
-const FIELDS = ["view", "run", "x", "smooth", "log", "metric", "of", "iteration", "order", "low", "high", "text", "where",
-  "id", "colour", "beside"];
+const FIELDS = ["view", "run", "x", "smooth", "log", "metric", "of", "iteration", "order", "low", "high", "shortest",
+  "longest", "text", "where", "id", "colour", "beside"];
 const VIEWS = ["curves", "answers", "config"];
-const OF_ANSWERS = ["of", "iteration", "order", "low", "high", "text", "where", "id"];
+const OF_ANSWERS = ["of", "iteration", "order", "low", "high", "shortest", "longest", "text", "where", "id"];
 
 /** The state that the address holds now: `runs` are names in order, everything else is a text or "". */
 export function read() {

@@ -6,6 +6,7 @@ import {Plot} from "ui/plot";
 
 const TIME = "timing_s/";
 const SHARES_OVER = 10;
+const ERRORS = 2;  // standard errors that are drawn to both sides of a validation
 const cards = new Map();
 const nothing = Object.fromEntries(["curves", "seconds"].map(parent =>
   [parent, make("p", {className: "dim"}, "no metrics of a closed iteration")]));
@@ -83,22 +84,36 @@ function curve(key, title, drawn, dots, pick) {
     const values = smooth && !dots ? smoothed(raw, Number(smooth)) : raw;
     const at = new Map();  // two rows may be at one place, such as a validation after the last iteration
     rows.forEach((place, row) => (raw[row] !== null || !at.has(place)) && at.set(place, row));
-    return {view, index, at, values, raw};
+    const errors = view.stderrs[key];
+    const alerts = view.alerts.filter(({metric}) => metric === key);
+    return {view, index, at, values, raw, errors, alerts};
   });
   const x = [...new Set(lines.flatMap(line => [...line.at.keys()]))].sort((a, b) => a - b);
   const on = (line, values) => x.map(place => line.at.has(place) ? values[line.at.get(place)] : null);
+  const around = (line, by) => on(line, line.raw.map((value, row) => value === null ? null : value + by * (line.errors[row] ?? 0)));
   const series = lines.map(line => ({label: line.view.name, number: line.index, values: on(line, line.values),
-    ...(line.values === line.raw ? {} : {faint: on(line, line.raw)})}));
+    ...(line.values === line.raw ? {} : {faint: on(line, line.raw)}),
+    ...(line.errors ? {low: around(line, -ERRORS), high: around(line, ERRORS)} : {})}));
   const iterations = lines.map(line => x.map(place => line.at.has(place) ? line.view.metrics.iteration[line.at.get(place)] : null));
-  const all = series.flatMap(({values, faint}) => [...values, ...faint ?? []]).filter(value => value !== null);
+  const alertsAt = place => lines.flatMap(line => line.alerts.filter(({first, last}) => {
+    const iteration = line.at.has(place) ? line.view.metrics.iteration[line.at.get(place)] : null;
+    return iteration !== null && first <= iteration && iteration <= last;
+  }));
+  const marks = lines.flatMap(line => line.alerts.map(({first}) =>
+    ({number: line.index, x: x.find(place => line.at.has(place) && line.view.metrics.iteration[line.at.get(place)] === first)})))
+    .filter(mark => mark.x !== undefined);
+  const all = series.flatMap(({values, faint, low, high}) => [...values, ...faint ?? [], ...low ?? [], ...high ?? []])
+    .filter(value => value !== null);
   const isLog = Boolean(log) && all.every(value => value > 0) && all.length > 0;
   const xs = x.length === 1 ? [x[0] - 1, x[0] + 1] : [x[0], x.at(-1)];
   const ys = isLog ? range(all.map(Math.log10)).map(value => 10 ** value) : range(all);
-  const data = {x, series, xs, ys, dots, joined: over !== "", log: isLog, unit: over};
+  const data = {x, series, marks, xs, ys, dots, joined: over !== "", log: isLog, unit: over};
   const called = {trajectories: "trajectories", seconds: "s"}[over] ?? "it";
   return card(key, title, 170, data, at => [
     make("span", {className: "dim"}, at === null ? "last" : over ? `${number(x[at])} ${called}` : `it ${x[at]}`),
-    ...series.map(one => make("span", {}, dot(one.number), number(at === null ? newest(one.values) : one.values[at])))],
+    ...series.map(one => make("span", {}, dot(one.number), number(at === null ? newest(one.values) : one.values[at]),
+      ...(at !== null && one.high?.[at] > one.values[at] ? [` ± ${number(one.high[at] - one.values[at], 2)}`] : []))),
+    ...(at === null ? [] : alertsAt(x[at])).map(({text}) => make("span", {className: "problem"}, text))],
     (at, line) => iterations[line][at] !== null && lines[line].view.state !== "fit" && pick(series[line].label, iterations[line][at]));
 }
 

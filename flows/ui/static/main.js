@@ -41,7 +41,7 @@ function go(view) {
 function answers(run, iteration) {
   const view = views.find(({name}) => name === run);
   const last = runs.isOpen(view) ? view.closed : view.closed - 1;  // a validation may come after it
-  write({view: "answers", of: run, iteration: String(Math.min(iteration, last)), id: "", where: "", text: "", low: "", high: ""}, {step: true});
+  write({view: "answers", of: run, iteration: String(Math.min(iteration, last)), id: "", where: "", text: "", low: "", high: "", shortest: "", longest: ""}, {step: true});
   open();
   trajectories.show(views);
 }
@@ -85,7 +85,7 @@ async function refresh() {
     asked = wanted.join("\n");
     chosen = views.map(({name}) => name);
     runs.list(summaries, chosen, choose);
-    runs.now(views, summaries);
+    runs.now(views, summaries, answers);
     runs.config(views);
     damages("damages", views.flatMap(view => view.damages));
     legend();

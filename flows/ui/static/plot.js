@@ -64,10 +64,10 @@ export class Plot {
   /**
    * Show other data. `series` have a label, a number (of their colour) and a value, or null, for each of `x`. Lines
    * with `dots` go on over nulls, and so do `joined` ones; `bars` are stacked. A series may have other values, which are
-   * drawn `faint`. `xs` and `ys` are the ranges of the axes; that of y may be logarithmic. `unit` is what `x` counts.
+   * drawn `faint`, and bounds `low` and `high`. `marks` have an x and a number. `xs` and `ys` are the ranges of the axes; that of y may be logarithmic. `unit` is what `x` counts.
    */
-  show({x, series, xs, ys, dots = false, bars = false, joined = false, log = false, unit = ""}) {
-    Object.assign(this, {x, series, xs, ys, dots, bars, joined, log, unit});
+  show({x, series, marks = [], xs, ys, dots = false, bars = false, joined = false, log = false, unit = ""}) {
+    Object.assign(this, {x, series, marks, xs, ys, dots, bars, joined, log, unit});
     this.draw();
   }
 
@@ -141,8 +141,10 @@ export class Plot {
     pen.scale(ratio, ratio);
     this.drawAxes(pen);
     const below = this.x.map(() => 0);
-    for (const {number, values, faint} of this.series) {
+    this.drawMarks(pen);
+    for (const {number, values, faint, low, high} of this.series) {
       pen.fillStyle = pen.strokeStyle = color(number);
+      if (low) this.drawBounds(pen, low, high);
       if (this.bars) this.drawBars(pen, values, below);
       else this.drawLine(pen, values);
       if (!faint) continue;
@@ -170,6 +172,36 @@ export class Plot {
       pen.lineTo(right, this.top(value));
       pen.fillText(text, LEFT - 8, this.top(value), LEFT - 10);
     }
+    pen.stroke();
+  }
+
+  /** A triangle and a line where something begins. */
+  drawMarks(pen) {
+    for (const {x, number} of this.marks) {
+      const left = this.left(x);
+      Object.assign(pen, {strokeStyle: style("--bad"), fillStyle: color(number), lineWidth: 1});
+      pen.beginPath();
+      pen.setLineDash([3, 3]);
+      pen.moveTo(left, TOP);
+      pen.lineTo(left, this.height - BOTTOM);
+      pen.stroke();
+      pen.setLineDash([]);
+      pen.beginPath();
+      pen.moveTo(left - 5, TOP);
+      pen.lineTo(left + 5, TOP);
+      pen.lineTo(left, TOP + 8);
+      pen.fill();
+    }
+  }
+
+  drawBounds(pen, low, high) {
+    pen.lineWidth = 1;
+    pen.beginPath();
+    this.x.forEach((x, row) => {
+      if (low[row] === null) return;
+      pen.moveTo(this.left(x), this.top(low[row]));
+      pen.lineTo(this.left(x), this.top(high[row]));
+    });
     pen.stroke();
   }
 

@@ -111,6 +111,14 @@ function stage({label, name, progress, seconds}) {
   return make("li", {title: `${name}: ${words}`}, make("span", {}, label), make("b", {}, text), make("span", {className: "dim"}, took), bar);
 }
 
+/** What a running run computes now. */
+function computing(view) {
+  if (view.state !== "running") return "";
+  const begun = view.stages.filter(({progress}) => progress.includes("/"));
+  const next = view.stages.find(({progress}) => progress === "");
+  return begun.length ? `computes ${begun.map(({label, progress}) => `${label} ${progress}`).join(", ")}` : next ? `waits for ${next.label}` : "";
+}
+
 const known = (view, key) => (view.metrics[key] ?? []).filter(value => value !== null);
 const STEPS = 5;
 
@@ -121,15 +129,15 @@ function remaining(view) {
   return (view.iterations - view.closed) * steps.reduce((sum, value) => sum + value, 0) / steps.length;
 }
 
-/** What each chosen run does now. */
-export function now(views, summaries) {
+/** What each chosen run does now, and what is wrong with it; `answers` is called with a run and an iteration. */
+export function now(views, summaries, answers) {
   const open = new Set([...at("now").querySelectorAll("details[open]")].map(details => details.dataset.of));
   const focused = document.activeElement?.closest?.("#now details")?.dataset.of;
   const card = (name, index, ...content) => make("div", {className: "card"}, make("h3", {}, dot(index), name), ...content);
   at("now").replaceChildren(...views.map((view, index) => {
     const summary = summaries.find(({name}) => name === view.name);
     const left = remaining(view);
-    const line = [state(view), left === null ? "" : `about ${duration(left)} left`].filter(Boolean).join(", ");
+    const line = [state(view), left === null ? "" : `about ${duration(left)} left`, computing(view)].filter(Boolean).join(", ");
     const facts = [
       ["throughput", known(view, "perf/response_tokens_per_s").at(-1) ?? null, value => `${number(value, 3)} response tokens/s`],
       ["last iteration", known(view, "perf/time_per_step").at(-1) ?? null, duration],
@@ -141,10 +149,16 @@ export function now(views, summaries) {
     const isToResume = source.live && ["failed", "stopped", "not started"].includes(view.state);
     const parent = view.parent ? [make("p", {className: "dim"}, `forked from ${view.parent}`)] : [];
     const problem = summary?.problem ? [make("p", {className: "problem"}, summary.problem)] : [];
+    const alerts = [...new Map(view.alerts.map(alert => [alert.text, alert])).values()].map(({first, last, text}) => {
+      const link = make("button", {type: "button", className: "plain problem"},
+        `${first === last ? `iteration ${first}` : `iterations ${first} to ${last}`}: ${text}`);
+      link.onclick = () => answers(view.name, first);
+      return link;
+    });
     const fix = isToResume ? [make("p", {className: "dim"}, make("code", {}, `ratchet resume ${view.url}`), " continues")] : [];
     const more = make("details", {"data-of": view.name, open: open.has(view.name)}, make("summary", {className: "dim"}, "more"),
       make("dl", {}, ...facts.flatMap(([name, value, text]) => [make("dt", {}, name), make("dd", {}, text(value))])));
-    return card(view.name, index, make("p", {className: `state ${view.state.replace(" ", "-")}`}, line), ...parent, ...problem, ...fix, ...stages, more);
+    return card(view.name, index, make("p", {className: `state ${view.state.replace(" ", "-")}`}, line), ...parent, ...problem, ...fix, ...alerts, ...stages, more);
   }));
   if (focused) [...at("now").querySelectorAll("details")].find(details => details.dataset.of === focused)?.querySelector("summary").focus({preventScroll: true});
 }

@@ -1,5 +1,7 @@
 /* Where the page's data comes from: the server of `ratchet ui`, or the report's own file. */
 
+import {bars} from "ui/histograms";
+
 const TRIES = 10;  // of a request while the server has too many
 
 class Server {
@@ -73,17 +75,19 @@ class Report {
     return this.#of(name).view;
   }
 
-  async trajectories(name, {iteration, order, low, high, text, prompt_id, like}) {
+  async trajectories(name, {iteration, order, low, high, shortest, longest, text, prompt_id, like}) {
     const all = this.#of(name).trajectories;
     const prompt = like && all.find(trajectory => trajectory.id === like)?.prompt;
     const lines = all.filter(trajectory =>
       (!iteration || trajectory.iteration === Number(iteration)) && (!low || trajectory.score >= Number(low))
-      && (!high || trajectory.score <= Number(high)) && (!prompt_id || trajectory.prompt_id === prompt_id)
+      && (!high || trajectory.score <= Number(high)) && (!shortest || trajectory.length >= Number(shortest))
+      && (!longest || trajectory.length <= Number(longest)) && (!prompt_id || trajectory.prompt_id === prompt_id)
       && (!like || trajectory.prompt === prompt)
       && [trajectory.prompt, trajectory.response, trajectory.ground_truth]
         .some(part => part.toLowerCase().includes((text ?? "").toLowerCase()))
     ).sort((a, b) => ORDERS[order || "best"](a, b) || b.iteration - a.iteration || (a.id < b.id ? -1 : 1));
-    return {lines, matching: lines.length, total: all.length, damages: []};
+    return {lines, scores: bars(lines.map(({score}) => score)), lengths: bars(lines.map(({length}) => length)),
+      matching: lines.length, total: all.length, damages: []};
   }
 
   async trajectory(name, iteration, id) {

@@ -1,6 +1,7 @@
 /* The browser of trajectories: a list that is filtered, one trajectory with coloured tokens, and what lies beside it. */
 
 import {read, write} from "ui/address";
+import * as histograms from "ui/histograms";
 import {at, damages, make, number, options} from "ui/dom";
 import {isOpen} from "ui/runs";
 import {source} from "ui/source";
@@ -8,8 +9,9 @@ import {source} from "ui/source";
 const GROUP = "";
 const HISTORY = ":iterations";  // no run's name has a colon
 const TYPING_MS = 300;
+const FOLDED = 600;  // characters of a turn
 const form = at("filters");
-const filters = ["iteration", "order", "low", "high", "text", "where"];
+const filters = ["iteration", "order", "low", "high", "shortest", "longest", "text", "where"];
 let views = [];
 let listed = [];
 let opened = null;
@@ -49,7 +51,7 @@ export async function show(shown) {
   const pairs = await iterations(view);  // another run may have fewer
   options(form.elements.iteration, pairs, pairs.some(([value]) => value === state.iteration) ? state.iteration : "");
   at("sql").hidden = !source.live;
-  for (const name of ["low", "high", "text", "where"]) {
+  for (const name of ["low", "high", "shortest", "longest", "text", "where"]) {
     if (document.activeElement !== form.elements[name]) form.elements[name].value = state[name];
   }
   form.elements.order.value = state.order || "best";
@@ -87,6 +89,7 @@ async function list() {
       listed = answer.lines;
       at("filter-error").hidden = true;
       at("count").textContent = count(view, answer, wanted.iteration);
+      histograms.show(answer, narrow);
       damages("left-out", answer.damages);
     } catch (error) {
       if (turn !== asked) return;
@@ -95,6 +98,7 @@ async function list() {
       at("filter-error").hidden = false;
       listed = [];
       at("count").textContent = "";
+      histograms.show({scores: [], lengths: []}, narrow);
       damages("left-out", []);
       rows();
       await open();
@@ -123,6 +127,12 @@ function button(line, pressed, named) {
     make("div", {className: "dim"}, facts.join(" · ")), make("div", {className: "clip"}, line.response || "(empty)"));
   element.onclick = () => choose(line.id);
   return element;
+}
+
+/** List only the answers of a histogram's bar. */
+function narrow(changes) {
+  write({...changes, id: ""}, {step: true});
+  show(views);
 }
 
 function choose(id) {
@@ -329,7 +339,7 @@ function reader(place, trajectory, name, isMain) {
     response.textContent = trajectory.response;
     controls.append(make("span", {className: "dim"}, "tokens are not coloured: the run's tokenizer was not found"));
   }
-  const turns = trajectory.turns.map(({role, content}) => make("li", {}, make("span", {className: "dim"}, role), make("pre", {}, content)));
+  const turns = trajectory.turns.map(turn);
   const focused = document.activeElement?.id === "quantity";
   place.replaceChildren(
     make("h3", {}, `${trajectory.id} of ${name}`),
@@ -339,6 +349,13 @@ function reader(place, trajectory, name, isMain) {
     make("h4", {}, "response"), controls, response, told);
   if (coloured) paint(place, trajectory, colour);
   if (focused && isMain) at("quantity")?.focus();
+}
+
+/** A turn; what others than the policy said is folded if it is long. */
+function turn({role, content}) {
+  const text = make("pre", {}, content);
+  if (role === "assistant" || content.length <= FOLDED) return make("li", {}, make("span", {className: "dim"}, role), text);
+  return make("li", {}, make("details", {}, make("summary", {className: "dim"}, `${role}: ${content.slice(0, 80)}… (${content.length} characters)`), text));
 }
 
 /** Tell the numbers of a token under the mouse, or of the one to which the arrow keys have gone. */

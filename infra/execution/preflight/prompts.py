@@ -229,7 +229,8 @@ def check_metric(config: RunConfig) -> None:
         return
     solves = config.solved_score is not None
     sources = (prompt.data_source for prompt in PromptDataset((validation.data,)))
-    names = [name for name in reported(sources, validation.n) if solves or "/acc/" not in name]
+    scores = (name for name in reported(sources, validation.n) if name.startswith("val-core/"))
+    names = [name for name in scores if solves or "/acc/" not in name]
     if validation.metric not in names:
         shown = get_close_matches(validation.metric, names, SOURCES, 0) if len(names) > SOURCES else names
         more = f", and {len(names) - len(shown)} others" if len(names) > len(shown) else ""
