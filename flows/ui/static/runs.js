@@ -73,7 +73,8 @@ export function list(summaries, chosen, choose) {
   for (const summary of shown) if (isSearch || !names.has(summary.parent)) add(summary, 0);
   const rings = isSearch ? [] : shown.filter(({name}) => isInRing(name, parents));
   for (const summary of rings) if (!added.has(summary.name)) add(summary, 0);
-  at("found").textContent = !summaries.length ? "" : isSearch ? `${shown.length} of ${summaries.length} runs` : `${summaries.length} runs`;
+  at("found").textContent = !summaries.length ? "" : isSearch ? `${shown.length} of ${summaries.length} runs`
+    : summaries.length === 1 ? "1 run" : `${summaries.length} runs`;
   const nothing = !summaries.length
     ? ["no run in this store yet: ", make("code", {}, "ratchet train CONFIG.yaml"), " or ", make("code", {}, "ratchet demo"), " makes one"]
     : ["no run matches"];
@@ -150,7 +151,7 @@ export function now(views, summaries, answers) {
     const parent = view.parent ? [make("p", {className: "dim"}, `forked from ${view.parent}`)] : [];
     const problem = summary?.problem ? [make("p", {className: "problem"}, summary.problem)] : [];
     const alerts = [...new Map(view.alerts.map(alert => [alert.text, alert])).values()].map(({first, last, text}) => {
-      const link = make("button", {type: "button", className: "plain problem"},
+      const link = make("button", {type: "button", className: last === view.closed - 1 ? "plain problem" : "plain dim"},
         `${first === last ? `iteration ${first}` : `iterations ${first} to ${last}`}: ${text}`);
       link.onclick = () => answers(view.name, first);
       return link;
