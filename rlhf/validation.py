@@ -4,8 +4,8 @@ With :math:`s_{ij}` the score of answer j of n to prompt i: pass@1 is the share 
 least a threshold; without a threshold there is no pass@1. mean_score is the mean of :math:`s_{ij}`, and best@n that of
 :math:`\\max_j s_{ij}`. maj@n (arXiv 2203.11171) is the mean score of the most frequent answer to a prompt; if several
 are equally frequent, the first one counts. The standard errors of mean_score and pass@1 are those of a mean over P
-prompts, :math:`\\sqrt{\\sum_i (\\bar s_i - \\bar s)^2 / (P (P - 1))}` with :math:`\\bar s_i` the mean of prompt i, because
-the answers to one prompt are not independent (arXiv 2411.00640).
+prompts, :math:`\\sqrt{\\sum_i (\\bar s_i - \\bar s)^2 / (P (P - 1))}` with :math:`\\bar s_i` the mean of prompt i,
+because the answers to one prompt are not independent (arXiv 2411.00640).
 """
 
 from __future__ import annotations

@@ -225,11 +225,12 @@ def _check_journal(driver: Driver, stage: RowsStage[C, S], iteration: int) -> No
 
 
 def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:
-    """Commits the answers that earlier drivers gave to programs of agents, so that these get the same answers again.
+    """Commits what earlier drivers stored of agents and durable environments: agents get the same answers again, and
+    environments answer no turn again.
 
-    Answers under another config, with other data or by other code are discarded.
+    What was stored under another config, with other data or by other code is discarded.
     """
-    if driver.config.rollout.agent is None:
+    if driver.config.rollout.agent is None and driver.config.rollout.environment is None:
         return
     store = driver.store
     journal = store.journal(iteration, stage.name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 from ratchet.rlhf.environments.environment import Observation
@@ -26,6 +29,59 @@ class Chatty:
         says: Any = "XY" if self.turns % 2 else [{"role": "user", "content": "and"}]
         heard = sum(map(turn.count, "aeiou"))
         return Observation(None if self.turns == 4 else says, self.worth * heard, parts={"vowels": heard})
+
+
+class Ledger:
+    """Books each turn in a folder that outlives the process, and says the balance. A booking with a key that is there
+    changes nothing, and a turn with an `x` must not be booked again. Vowels end a turn."""
+
+    stop = tuple("aeiouAEIOU")
+
+    def __init__(self, folder: str, turns: int = 4) -> None:
+        self.folder, self.turns = Path(folder), turns
+        self.answered = self.balance = 0
+
+    def reset(self, messages: Any, ground_truth: Any, extra_info: Any) -> None: ...
+
+    def step(self, turn: str, key: str) -> Observation:
+        self.folder.mkdir(exist_ok=True)
+        self._append("calls", {"key": key, "turn": turn})
+        try:
+            os.close(os.open(self.folder / key.replace("/", "_"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            pass
+        else:
+            self._append("effects", {"key": key, "turn": turn})
+        self.answered += 1
+        self.balance += len(turn)
+        return Observation(None if self.answered == self.turns else f"{self.balance} ", float(len(turn)))
+
+    def snapshot(self) -> str:
+        return json.dumps([self.answered, self.balance])
+
+    def restore(self, state: str) -> None:
+        self.answered, self.balance = json.loads(state)
+
+    def is_repeatable(self, turn: str) -> bool:
+        return "x" not in turn
+
+    def _append(self, name: str, entry: dict[str, str]) -> None:
+        with (self.folder / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def entries(folder: Path, name: str) -> list[dict[str, str]]:
+    """Returns what ledgers booked there: `calls` or `effects`."""
+    path = folder / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def check_books(folder: Path) -> None:
+    """Asserts that no turn had its effect twice, and that none was repeated that must not be."""
+    effects = [entry["key"] for entry in entries(folder, "effects")]
+    assert len(effects) == len(set(effects)), "an effect was made twice"
+    delicate = [entry["key"] for entry in entries(folder, "calls") if "x" in entry["turn"]]
+    assert len(delicate) == len(set(delicate)), "a turn was repeated that must not be"
 
 
 class Structured:

@@ -129,7 +129,8 @@ class RunStore:
         return self._write_table(f"{_journal_prefix(iteration)}{stage}.{self._tag(number)}.parquet", table)
 
     def write_calls(self, iteration: int, stage: str, term: int, table: pa.Table) -> None:
-        """Writes answers before the agents' programs receive them. A driver that resumes the stage adopts the file."""
+        """Writes answers before agents' programs receive them, or turns before and after a durable environment answers
+        them. A driver that resumes the stage adopts the file."""
         name = f"{next(_numbers):08d}{secrets.token_hex(4)}"  # other workers write beside this one
         self._write_table(f"{_calls_prefix(iteration, stage)}{name}.{term}-0.parquet", table)
 
@@ -535,7 +536,8 @@ def is_written(key: str) -> bool:
 
 
 def is_call_file(key: str) -> bool:
-    """True if a file holds answers to agents' programs, which no record names until a driver adopts it."""
+    """True if a file holds answers to agents' programs, or turns with durable environments: no record names it until a
+    driver adopts it."""
     return key.startswith("journals/") and "/calls/" in key
 
 

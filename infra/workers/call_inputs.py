@@ -12,7 +12,7 @@ from ratchet.infra.progress import note
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.records import ShardRef
 from ratchet.infra.store.run_store import RunStore, is_call_file
-from ratchet.infra.workers.call_log import recorded_of
+from ratchet.infra.workers.call_log import recorded_of, turns_of
 from ratchet.infra.workers.calls import C, Call, Experience, ExpertExperience, ReplayedAnswer
 from ratchet.infra.workers.resources import Resources
 from ratchet.infra.workers.rollouts import Journaled, JournalRows
@@ -81,6 +81,7 @@ class CallInputs:
         if parts != call.journal:
             written: list[pa.Table] = []
             answers: list[Mapping[str, Any]] = []
+            turns: list[Mapping[str, Any]] = []
             for part in call.journal:
                 try:
                     rows = self._store.read_shard(part)
@@ -88,9 +89,9 @@ class CallInputs:
                     note(f"generation restarts without a journal: {damage}")
                 else:
                     if is_call_file(part.key):
-                        answers += rows.to_pylist()
+                        (turns if "before" in rows.column_names else answers).extend(rows.to_pylist())
                     else:
                         written.append(rows)
-            journaled = Journaled(JournalRows(written), recorded_of(answers))
+            journaled = Journaled(JournalRows(written), recorded_of(answers), turns_of(turns))
             self._last_journal = call.journal, journaled
         return journaled

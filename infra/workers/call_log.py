@@ -1,4 +1,4 @@
-"""Stores the answers of the endpoint before its callers get them."""
+"""Stores answers before anybody gets them: those of the endpoint, and the turns of durable environments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from ratchet.infra.workers.rollouts import JOURNAL
 from ratchet.rlhf.agents.sessions import Recorded
+from ratchet.rlhf.environments.dialogues import Dialogue, joined
 
 CALL_COLUMNS: Mapping[str, tuple[pa.DataType, str]] = {
     "trajectory_id": (pa.string(), "the trajectory, or of `ratchet serve` the conversation"),
@@ -28,21 +30,22 @@ CALL_COLUMNS: Mapping[str, tuple[pa.DataType, str]] = {
 }
 """Types and meanings of the columns of a file of answers; see `Recorded`."""
 CALLS = pa.schema([(name, kind) for name, (kind, _) in CALL_COLUMNS.items()])
+TURNS = JOURNAL.append(pa.field("before", pa.string()))
+"""Columns of a file of turns; see `Dialogue.new_row`."""
 
 
-class CallLog:
-    """A log of answers, which batches those that arrive while a file is being written. Used on the event loop only."""
+class _RowLog:
+    """A log of rows, which batches those that arrive while a file is being written. Used on the event loop only."""
 
-    def __init__(self, write: Callable[[pa.Table], None]) -> None:
-        """Takes a function that stores a table with the columns `CALLS`."""
-        self._write = write
-        self._waiting: list[tuple[Recorded, asyncio.Future[None]]] = []
+    def __init__(self, write: Callable[[pa.Table], None], schema: pa.Schema) -> None:
+        self._write, self._schema = write, schema
+        self._waiting: list[tuple[Mapping[str, Any], asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
 
-    async def record(self, answer: Recorded) -> None:
-        """Stores an answer durably; see `Recorder.record`."""
+    async def add(self, row: Mapping[str, Any]) -> None:
+        """Stores a row durably."""
         stored = asyncio.get_running_loop().create_future()
-        self._waiting.append((answer, stored))
+        self._waiting.append((row, stored))
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_all())
         await stored
@@ -52,7 +55,7 @@ class CallLog:
             taken, self._waiting = self._waiting, []
             failure: BaseException | None = None
             try:
-                table = pa.Table.from_pylist([asdict(answer) for answer, _ in taken], CALLS)
+                table = pa.Table.from_pylist([row for row, _ in taken], self._schema)
                 await asyncio.to_thread(self._write, table)
             except BaseException as error:
                 # every waiting caller gets the error, even a cancellation
@@ -62,6 +65,39 @@ class CallLog:
                 if not stored.done():
                     stored.set_result(None) if failure is None else stored.set_exception(failure)
         self._writing = None
+
+
+class CallLog:
+    """A log of the endpoint's answers."""
+
+    def __init__(self, write: Callable[[pa.Table], None]) -> None:
+        """Takes a function that stores a table with the columns `CALLS`."""
+        self._rows = _RowLog(write, CALLS)
+
+    async def record(self, answer: Recorded) -> None:
+        """Stores an answer durably; see `Recorder.record`."""
+        await self._rows.add(asdict(answer))
+
+
+class TurnLog:
+    """A log of the turns of durable environments."""
+
+    def __init__(self, write: Callable[[pa.Table], None], run: str) -> None:
+        """Takes a function that stores a table with the columns `TURNS`, and what `TurnRecorder.run` returns."""
+        self._rows, self.run = _RowLog(write, TURNS), run
+
+    async def record(self, dialogue: Dialogue) -> None:
+        """Stores what is new in a trajectory durably; see `TurnRecorder.record`."""
+        await self._rows.add(dialogue.new_row())
+
+
+def turns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Joins the rows in such files to one row of a journal for each trajectory id."""
+    by_trajectory: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_trajectory.setdefault(row["trajectory_id"], []).append(row)
+    whole = {trajectory_id: joined(rows) for trajectory_id, rows in by_trajectory.items()}
+    return {trajectory_id: row for trajectory_id, row in whole.items() if row}
 
 
 def recorded_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Recorded]]:

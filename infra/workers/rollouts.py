@@ -15,7 +15,7 @@ from ratchet.infra.store.records import Weights
 from ratchet.infra.workers.calls import C, Context, RowsCall, S, ShardKey, ShardStart
 
 if TYPE_CHECKING:
-    from ratchet.rlhf.agents.agent_loop import Generator, Rules
+    from ratchet.rlhf.agents.agent_loop import Generator, Rules, TurnRecorder
     from ratchet.rlhf.agents.sessions import Recorded, Recorder
     from ratchet.rlhf.environments.dialogues import Dialogue
     from ratchet.rlhf.rollout.engine import RolloutEngine
@@ -63,6 +63,8 @@ class Journaled:
     """Rows of journals by trajectory id."""
     recorded: Mapping[str, Sequence[Recorded]] = field(default_factory=dict)
     """Answers to agents, by trajectory id."""
+    turns: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Rows of the trajectories with durable environments, by trajectory id."""
 
 
 JOURNAL = pa.schema(
@@ -78,6 +80,8 @@ JOURNAL = pa.schema(
         "parts": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
         "finish_reason": pa.string(),
         "tool_error": pa.string(),
+        "attempt": pa.int32(),
+        "state": pa.string(),
     }
 )
 """Columns of a journal; see `Dialogue`."""
@@ -97,10 +101,15 @@ class Rollouts:
     """The trajectories of one worker, by shard. A shard may be dropped at any time, by another thread than the one that
     generates; its submitted trajectories are then ignored."""
 
-    def __init__(self, build: Callable[[RolloutEngine], Generator], log: Callable[[str, int], Recorder]) -> None:
-        """Takes two factories: of an engine's generator, and of the recorder of agents' answers in a stage of an
-        iteration."""
-        self._build, self._log = build, log
+    def __init__(
+        self,
+        build: Callable[[RolloutEngine], Generator],
+        log: Callable[[str, int], Recorder],
+        turn_log: Callable[[str, int], TurnRecorder],
+    ) -> None:
+        """Takes three factories: of an engine's generator, and of the recorders of agents' answers and of durable
+        environments' turns in a stage of an iteration."""
+        self._build, self._log, self._turn_log = build, log, turn_log
         self._generator: Generator | None = None
         self._shards: dict[ShardKey, OpenShard] = {}
         self._owners: dict[int, ShardKey] = {}
@@ -128,6 +137,11 @@ class Rollouts:
                 recorder = self._log(request.call.stage, request.call.iteration) if records else None
                 rules = replace(start.rules, recorder=recorder, recorded=journal.recorded)
                 start = replace(start, rules=rules)
+            elif environments is not None and environments.durable:
+                turns = self._turn_log(request.call.stage, request.call.iteration) if records else None
+                start = replace(start, rules=replace(start.rules, turns=turns))
+                for name in by_id.keys() & journal.turns.keys():
+                    by_id[name].restore(journal.turns[name])
             # other environments cannot be brought back to the state after these turns: their trajectories start over
             elif environments is None or environments.replayable:
                 for name in by_id.keys() & journal.rows.keys():
@@ -180,14 +194,17 @@ class Rollouts:
         return generated
 
     def journal(self, iteration: int, stage: str) -> list[dict[str, Any]]:
-        """Returns one row for each trajectory with tokens in a stage's open shards. Agents' trajectories are left out,
-        because their answers are stored one by one."""
+        """Returns one row for each trajectory with tokens in a stage's open shards. Trajectories of agents and of
+        durable environments are left out, because their turns are stored one by one."""
         with self._changing:
             shards = [
                 shard for (name, number, _), shard in self._shards.items() if (name, number) == (stage, iteration)
             ]
         dialogues = [
-            dialogue for shard in shards if shard.start.rules.agents is None for dialogue in shard.by_id.values()
+            dialogue
+            for shard in shards
+            if shard.start.rules.agents is None and shard.start.rules.turns is None
+            for dialogue in shard.by_id.values()
         ]
         copies = [] if self._generator is None else self._generator.copies(dialogues)
         return [dialogue.journaled() for dialogue in copies if dialogue.ids and dialogue.error is None]

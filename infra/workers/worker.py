@@ -23,7 +23,7 @@ from ratchet.infra.store.records import ObjectRef, ShardRef, Weights
 from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.batching import Together
 from ratchet.infra.workers.call_inputs import CallInputs
-from ratchet.infra.workers.call_log import CallLog
+from ratchet.infra.workers.call_log import CallLog, TurnLog
 from ratchet.infra.workers.calls import (
     C,
     Call,
@@ -75,7 +75,7 @@ class Worker:
         self._updated: dict[str, Updated] = {}
         self._computing = {role: threading.RLock() for role in (*self.roles, "rollout")}
         """Locks by role, each held while the role computes or loads other weights."""
-        self.rollouts = Rollouts(self._generator, self._call_log)
+        self.rollouts = Rollouts(self._generator, self._call_log, self._turn_log)
 
     @property
     def roles(self) -> frozenset[str]:
@@ -168,7 +168,8 @@ class Worker:
         """Opens a shard of a stage that generates. Returns the ids of its trajectories, grouped by prompt.
 
         Args:
-            records: store the answers that agents get, so that a crash does not lose them.
+            records: store the answers that agents get, and durable environments' turns, so that a crash does not
+                lose them.
         """
         self.accept_term(request.call.term)
         call = request.call
@@ -177,6 +178,10 @@ class Worker:
 
     def _call_log(self, stage: str, iteration: int) -> CallLog:
         return CallLog(partial(self.store.write_calls, iteration, stage, self.term))
+
+    def _turn_log(self, stage: str, iteration: int) -> TurnLog:
+        write = partial(self.store.write_calls, iteration, stage, self.term)
+        return TurnLog(write, f"{self.store.log.record(0).uuid}/{stage}")
 
     def journal(self, iteration: int, stage: str, number: int) -> ShardRef | None:
         """Writes the trajectories that a stage's open shards have so far; returns None without any.

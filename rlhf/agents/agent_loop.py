@@ -50,6 +50,17 @@ class Callers(Protocol):
         """
 
 
+class TurnRecorder(Protocol):
+    """Stores the turns of trajectories with durable environments."""
+
+    @property
+    def run(self) -> str:
+        """The run and the stage, as no other run names its own."""
+
+    async def record(self, dialogue: Dialogue) -> None:
+        """Stores what is new in a trajectory durably: when this returns, a crash does not lose it."""
+
+
 @dataclass(frozen=True)
 class Rules:
     """Settings that the trajectories of a stage share."""
@@ -66,6 +77,8 @@ class Rules:
     """Stores the answers that programs receive."""
     recorded: Mapping[str, Sequence[Recorded]] = field(default_factory=dict)
     """Answers of an earlier process, by trajectory id."""
+    turns: TurnRecorder | None = None
+    """Stores the turns of durable environments; None: they are not stored, or there are none."""
 
     @property
     def on_error(self) -> OnError:
@@ -278,27 +291,40 @@ class Generator:
         if environments is not None:
             environment = await environments.of(dialogue, self.tokenizer)
             sampling = replace(sampling, stop=(*sampling.stop, *environment.stop))
-        turn = dialogue.unanswered_turn
+        turn, record = dialogue.unanswered_turn, rules.turns
         if turn is None:
             await self._policy_turn(running, dialogue, sampling, is_alone=environments is None)
             if dialogue.finish_reason:
                 return
             turn = dialogue.unanswered_turn
+            if record is not None:  # else a crash could draw another turn after the environment has read this one
+                await record.record(dialogue)
+        elif environments is not None and environments.durable:
+            text = response_text(turn, self.tokenizer)
+            if not await environments.is_repeatable(dialogue, text):
+                reason = f"a crash lost the environment's answer to {text[-60:]!r}, which must not be asked for again"
+                dialogue.error, dialogue.finish_reason = reason, "error"
+                return
         assert environments is not None and turn is not None
-        observation = await environments.step(dialogue, response_text(turn, self.tokenizer))
+        run = "" if record is None else record.run
+        observation = await environments.step(dialogue, response_text(turn, self.tokenizer), run)
         dialogue.turn_rewards.append(float(observation.reward))
         dialogue.parts += [{"name": name, "value": float(value)} for name, value in observation.parts.items()]
         dialogue.tool_error = dialogue.tool_error or observation.error
-        if observation.content is None:
+        content = observation.content
+        ids = [] if content is None else content_ids(content, turn[-1], self.tokenizer)
+        if content is None:
             dialogue.finish_reason = "stop"
-            return
-        ids = content_ids(observation.content, turn[-1], self.tokenizer)
-        if dialogue.answered == rules.max_turns:
+        elif dialogue.answered == rules.max_turns:
             dialogue.finish_reason = "turns"
         elif len(dialogue.ids) + len(ids) >= limit_of(dialogue.request, sampling):
             dialogue.finish_reason = "length"
         else:
             dialogue.heard(ids)
+        if environments.durable:
+            dialogue.state = await environments.snapshot(dialogue)
+        if record is not None:
+            await record.record(dialogue)
 
     async def _policy_turn(
         self,

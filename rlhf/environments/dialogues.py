@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,8 +44,12 @@ JOURNALED = (
     "parts",
     "finish_reason",
     "tool_error",
+    "attempt",
+    "state",
 )
 """The fields of a trajectory that a journal stores."""
+OF_TOKENS = ("ids", "log_probs", "mask", "versions")
+"""Those with one entry per token."""
 CALL_ID = "000000000"
 """Id of a tool call for chat templates that require one, such as Mistral's, with nine characters."""
 
@@ -115,6 +121,12 @@ class Dialogue:
     """The error of the environment that ended the dialogue."""
     tool_error: str | None = None
     """The first error that did not end the dialogue, such as a tool's."""
+    attempt: int = 0
+    """Number of times that the trajectory restarted."""
+    state: str | None = None
+    """The state of a durable environment after the turns that it has answered."""
+    stored: int = 0
+    """Number of tokens in the rows that `new_row` has returned."""
     calls: list[AgentCall] = field(default_factory=list)
     """The calls of an agent, one per turn."""
     branches: list[Dialogue] = field(default_factory=list)
@@ -171,6 +183,7 @@ class Dialogue:
         for name in JOURNALED:
             if name in row:  # a journal of an older version lacks the newest
                 setattr(self, name, copy(row[name]))
+        self.stored = len(self.ids)
 
     def take_back(self, before: Dialogue) -> None:
         """Drops the tokens written since a copy was made."""
@@ -180,6 +193,13 @@ class Dialogue:
     def journaled(self) -> dict[str, Any]:
         """Returns the row of a journal."""
         return {"trajectory_id": self.request.trajectory_id, **{name: getattr(self, name) for name in JOURNALED}}
+
+    def new_row(self) -> dict[str, Any]:
+        """Returns a row of a journal with the tokens since the last call, which follow those with the digest
+        `before`."""
+        start, self.stored = self.stored, len(self.ids)
+        row = {name: copy(value) for name, value in self.journaled().items()}
+        return row | {name: row[name][start:] for name in OF_TOKENS} | {"before": _digest(self.ids[:start])}
 
     def next_request(self, sampling: Sampling) -> Request:
         """Returns the request for the tokens that follow, starting a turn if none is open."""
@@ -204,7 +224,9 @@ class Dialogue:
 
     def restart(self) -> None:
         """Drops all tokens."""
+        attempt = self.attempt + 1
         self.take_back(Dialogue(self.request))
+        self.attempt, self.stored = attempt, 0
 
     def heard(self, ids: Sequence[int]) -> None:
         """Appends tokens of the environment."""
@@ -235,6 +257,33 @@ class Dialogue:
     def turns(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
         """Returns the turns as messages with the roles `policy` and `environment`, which alternate."""
         return [{"role": role, "content": response_text(tokens, tokenizer)} for role, tokens in self._turns]
+
+
+def joined(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins the rows of `Dialogue.new_row` of one trajectory, in any order.
+
+    Returns:
+        The row of the last attempt that goes furthest. Rows that do not follow others are left out, such as those after
+        a missing one.
+    """
+    empty: dict[str, list[Any]] = {name: [] for name in OF_TOKENS}
+    furthest: dict[str, Any] = {}
+    wholes: dict[tuple[int, str], dict[str, list[Any]]] = {}
+    for row in sorted(rows, key=_progress):
+        before = empty if row["before"] == _digest([]) else wholes.get((row["attempt"], row["before"]))
+        if before is not None:
+            tokens = {name: [*before[name], *row[name]] for name in OF_TOKENS}
+            wholes[row["attempt"], _digest(tokens["ids"])] = tokens
+            furthest = {**row, **tokens}
+    return furthest
+
+
+def _progress(row: Mapping[str, Any]) -> tuple[int, int, int, bool]:
+    return row["attempt"], len(row["turn_ends"]), len(row["turn_rewards"]), bool(row["finish_reason"])
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(array("i", ids).tobytes()).hexdigest()[:16]
 
 
 def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:

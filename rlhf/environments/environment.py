@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.errors import RatchetError, UserError
@@ -55,13 +56,52 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class DurableEnvironment(Protocol):
+    """The interface of an environment whose steps have effects, which no crash repeats.
+
+    A turn of the policy is stored before `step` reads it, and the observation before the policy reads it. A trajectory
+    that continues after a crash gets a new environment, which is restored to the state after the last stored
+    observation. If the crash came while the environment answered, `step` gets the same turn with the same key again.
+    """
+
+    stop: tuple[str, ...]
+    """See `Environment.stop`."""
+
+    def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
+        """See `Environment.reset`. It may run again after a crash, so it must have no effect."""
+        ...
+
+    def step(self, turn: str, key: str) -> Observation:
+        """See `Environment.step`.
+
+        Args:
+            key: names this turn of this trajectory: calls with the same key must have their effects once. A turn with
+                several calls appends their numbers.
+        """
+        ...
+
+    def snapshot(self) -> str:
+        """Returns the state after the last step, or the name of a place that holds it."""
+        ...
+
+    def restore(self, state: str) -> None:
+        """Brings a new environment into a state. Called in place of `reset`."""
+        ...
+
+    def is_repeatable(self, turn: str) -> bool:
+        """Returns False if `step` must not get a turn again whose answer a crash has lost: its trajectory is dropped,
+        and counted in `rollout/errors`."""
+        ...
+
+
 class EnvironmentFailed(RatchetError):
     """The environment raised an exception, or did not answer in time."""
 
 
-def load_environment(name: str) -> Callable[..., Environment]:
+def load_environment(name: str) -> Callable[..., Environment | DurableEnvironment]:
     """Loads an environment class by name; raises UserError if there is none, or its module cannot be imported."""
-    environment_class: Callable[..., Environment] = load_named(
+    environment_class: Callable[..., Environment | DurableEnvironment] = load_named(
         name, KEY, "ratchet.rlhf.environments", ("Environment",), BUILT_IN
     )
     return environment_class
@@ -83,12 +123,22 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
     texts = [] if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
     if texts is not stop or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f'{KEY} {name} needs `stop`, the texts that end a turn, such as stop = ("</tool>",), or ()')
-    for method in ("reset", "step"):
+    durable = hasattr(environment, "restore")
+    needed = (
+        "reset(messages, ground_truth, extra_info), step(turn, key), snapshot(), restore(state) and is_repeatable(turn)"
+        if durable
+        else "reset(messages, ground_truth, extra_info) and step(turn)"
+    )
+    for method in ("reset", "step", *(("snapshot", "restore", "is_repeatable") if durable else ())):
         if not callable(getattr(environment, method, None)):
-            raise UserError(
-                f"{KEY} {name} has no method {method}: it needs reset(messages, ground_truth, extra_info) "
-                "and step(turn)"
-            )
+            raise UserError(f"{KEY} {name} has no method {method}: it needs {needed}")
+    arguments = ["turn", "key"] if durable else ["turn"]
+    try:
+        inspect.signature(environment.step).bind(*arguments)
+    except TypeError as error:
+        raise UserError(
+            f"{KEY} {name} cannot be called as step({', '.join(arguments)}): {error}: it needs {needed}"
+        ) from None
 
 
 def environment_digest(name: str, options: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,14 @@ from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Beginning
-from ratchet.rlhf.environments.environment import KEY, Environment, EnvironmentFailed, Observation, load_environment
+from ratchet.rlhf.environments.environment import (
+    KEY,
+    DurableEnvironment,
+    Environment,
+    EnvironmentFailed,
+    Observation,
+    load_environment,
+)
 from ratchet.rlhf.errors import raised
 
 if TYPE_CHECKING:
@@ -35,7 +43,7 @@ class EnvironmentCalls:
 
     def __init__(
         self,
-        make: Callable[..., Environment],
+        make: Callable[..., Environment | DurableEnvironment],
         options: Mapping[str, Any],
         *,
         timeout_s: float = 60.0,
@@ -51,14 +59,19 @@ class EnvironmentCalls:
         self.on_error = on_error
         self._make, self._options, self._timeout_s = make, options, timeout_s
         self._slots = asyncio.Semaphore(concurrency)
-        self._environments: dict[int, Environment] = {}
+        self._environments: dict[int, Environment | DurableEnvironment] = {}
 
     @property
     def replayable(self) -> bool:
         """True if a new environment reaches the same state when it is given the same turns."""
         return bool(getattr(self._make, "replayable", False))
 
-    async def of(self, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> Environment:
+    @property
+    def durable(self) -> bool:
+        """True if the environments have the interface `DurableEnvironment`."""
+        return hasattr(self._make, "restore")
+
+    async def of(self, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> Environment | DurableEnvironment:
         """Returns the environment of a trajectory, in the state after its answered turns. Raises EnvironmentFailed."""
         trajectory_id = dialogue.request.trajectory_id
         if (existing := self._environments.get(id(dialogue))) is not None:
@@ -66,30 +79,67 @@ class EnvironmentCalls:
         beginning = dialogue.beginning
         assert beginning is not None, "a trajectory with an environment has a beginning"
 
-        environment = self._environments[id(dialogue)] = await self.begin(beginning, f"{trajectory_id}, at reset")
-        # a new environment replays the trajectory's turns
-        for turn in dialogue.answered_turns:
-            text = response_text(turn, tokenizer)
-            await self._call(partial(environment.step, text), f"{trajectory_id}, replaying a turn")
+        if dialogue.state is not None:
+            where = f"{trajectory_id}, at restore"
+            restored: DurableEnvironment = await self._call(partial(self._make, **self._options), where)
+            await self._call(partial(restored.restore, dialogue.state), where)
+            self._environments[id(dialogue)] = restored
+            return restored
+        environment = await self.begin(beginning, f"{trajectory_id}, at reset")
+        self._environments[id(dialogue)] = environment
+        if not isinstance(environment, DurableEnvironment):
+            # a new environment replays the trajectory's turns
+            for turn in dialogue.answered_turns:
+                text = response_text(turn, tokenizer)
+                await self._call(partial(environment.step, text), f"{trajectory_id}, replaying a turn")
         return environment
 
-    async def begin(self, beginning: Beginning, where: str) -> Environment:
+    async def begin(self, beginning: Beginning, where: str) -> Environment | DurableEnvironment:
         """Creates an environment and resets it for a prompt; `where` names the place of an error."""
-        environment: Environment = await self._call(partial(self._make, **self._options), where)
+        environment: Environment | DurableEnvironment = await self._call(partial(self._make, **self._options), where)
         reset = partial(environment.reset, beginning.messages, *structures(*beginning[1:4]))
         await self._call(reset, where)
         return environment
 
-    async def step(self, dialogue: Dialogue, turn: str) -> Observation:
-        """Answers a turn of the policy; the trajectory's environment is ready. Raises EnvironmentFailed."""
+    async def step(self, dialogue: Dialogue, turn: str, run: str = "") -> Observation:
+        """Answers a turn of the policy; the trajectory's environment is ready. Raises EnvironmentFailed.
+
+        Args:
+            run: names the run and the stage in the key that a durable environment gets.
+        """
         trajectory_id = dialogue.request.trajectory_id
         where = f"{trajectory_id}, turn {turn[-60:]!r}"
-        observation: Observation = await self._call(partial(self._environments[id(dialogue)].step, turn), where)
+        environment = self._environments[id(dialogue)]
+        if isinstance(environment, DurableEnvironment):
+            # with the text: a trajectory that is generated again, such as under another config, makes other calls
+            digest = hashlib.sha256(turn.encode()).hexdigest()[:16]
+            key = f"{run}/{trajectory_id}/{dialogue.attempt}/{dialogue.answered}/{digest}"
+            call = partial(environment.step, turn, key)
+        else:
+            call = partial(environment.step, turn)
+        observation: Observation = await self._call(call, where)
         try:
             _check(observation)
         except (TypeError, ValueError, OverflowError) as error:
             raise EnvironmentFailed(f"{KEY} raised {raised(error)} ({where})") from None
         return observation
+
+    async def snapshot(self, dialogue: Dialogue) -> str:
+        """Returns the state of a trajectory's durable environment. Raises EnvironmentFailed."""
+        environment = self._environments[id(dialogue)]
+        assert isinstance(environment, DurableEnvironment)
+        where = f"{dialogue.request.trajectory_id}, at snapshot"
+        state: object = await self._call(environment.snapshot, where)
+        if not isinstance(state, str):
+            raise EnvironmentFailed(f"{KEY} snapshot returned {state!r:.60}, which is not a text ({where})")
+        return state
+
+    async def is_repeatable(self, dialogue: Dialogue, turn: str) -> bool:
+        """Asks a durable environment whether a turn may be answered again. Raises EnvironmentFailed."""
+        environment = self._environments[id(dialogue)]
+        assert isinstance(environment, DurableEnvironment)
+        where = f"{dialogue.request.trajectory_id}, at is_repeatable"
+        return bool(await self._call(partial(environment.is_repeatable, turn), where))
 
     def forget(self, dialogue: Dialogue) -> None:
         """Drops a trajectory's environment, if it has one."""

@@ -13,13 +13,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ratchet.rlhf.errors import UserError, raised
 from ratchet.rlhf.named import load_named, source_of
 
+if TYPE_CHECKING:
+    from mcp.types import RequestParamsMeta
+    from mcp.types import Tool as ListedTool
+
 T = TypeVar("T")
 FUNCTIONS_KEY, MCP_KEY = "rollout.tools", "rollout.mcp"
+KEY_ARGUMENT, MCP_META = "idempotency_key", "ratchet/idempotency-key"
+"""Where functions and MCP servers find the key of a call."""
 CONNECT_S = 60.0
 """Seconds in which an MCP server must start and list its tools."""
 
@@ -44,10 +50,15 @@ class Tool(ABC):
     """Its JSON schema, in the layout that chat templates take: {type: function, function: {name, …}}."""
     identity: str
     """Differs between tools that answer differently."""
+    is_repeatable: bool = True
+    """False if a call whose result a crash has lost must not be made again."""
 
     @abstractmethod
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any], key: str) -> str:
         """Calls the tool with JSON values by name; returns its result: text as it is, anything else as JSON.
+
+        Args:
+            key: names the call; one that is made again after a crash has the same key.
 
         Raises:
             CallFailed: it failed.
@@ -78,12 +89,20 @@ class FunctionTool(Tool):
             ) from None
         self.name = self.schema["function"]["name"]
         self.identity = hashlib.sha256(source_of(self._function, FUNCTIONS_KEY, named).encode()).hexdigest()
+        self.is_repeatable = getattr(self._function, "repeatable", True)
         self._signature = inspect.signature(self._function)
+        self._takes_key = KEY_ARGUMENT in self._signature.parameters
+        if self._takes_key:  # which the policy does not see
+            parameters = self.schema["function"]["parameters"]
+            del parameters["properties"][KEY_ARGUMENT]
+            parameters["required"] = [name for name in parameters.get("required", ()) if name != KEY_ARGUMENT]
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any], key: str) -> str:
         """Calls it, in a thread if it is not `async`; see `Tool.call`."""
         try:
-            bound = self._signature.bind(**arguments)
+            if self._takes_key and KEY_ARGUMENT in arguments:
+                raise TypeError(f"got an unexpected keyword argument '{KEY_ARGUMENT}'")
+            bound = self._signature.bind(**arguments, **({KEY_ARGUMENT: key} if self._takes_key else {}))
         except TypeError as error:
             raise CallFailed(f"{self.name}: {error}") from None
         try:
@@ -156,18 +175,20 @@ class MCPServer:
         cursor: str | None = None
         while True:
             page = await self._client.list_tools(cursor=cursor)
-            tools += [MCPTool(self, tool.name, tool.description or "", dict(tool.input_schema)) for tool in page.tools]
+            tools += [MCPTool(self, tool) for tool in page.tools]
             cursor = page.next_cursor
             if cursor is None:
                 return tools
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: Mapping[str, Any], key: str) -> str:
         """Calls a tool; see `Tool.call`."""
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
 
         try:
-            result = await asyncio.wrap_future(self._run(self._client.call_tool(name, dict(arguments))))
+            result = await asyncio.wrap_future(
+                self._run(self._client.call_tool(name, dict(arguments), meta=_meta(key)))
+            )
         except Exception as error:
             # the policy's mistake, not the server's
             if isinstance(error, MCPError) and error.error.code == INVALID_PARAMS:
@@ -182,17 +203,17 @@ class MCPServer:
 class MCPTool(Tool):
     """A tool of an MCP server."""
 
-    def __init__(self, server: MCPServer, name: str, description: str, parameters: Mapping[str, Any]) -> None:
-        self._server, self.name = server, name
-        self.schema = {
-            "type": "function",
-            "function": {"name": name, "description": description, "parameters": parameters},
-        }
-        self.identity = json.dumps([name, self.schema], sort_keys=True)
+    def __init__(self, server: MCPServer, tool: ListedTool) -> None:
+        self._server, self.name = server, tool.name
+        function = {"name": tool.name, "description": tool.description or "", "parameters": dict(tool.input_schema)}
+        self.schema = {"type": "function", "function": function}
+        self.identity = json.dumps([tool.name, self.schema], sort_keys=True)
+        hints = tool.annotations
+        self.is_repeatable = hints is None or hints.idempotent_hint is not False or hints.read_only_hint is True
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any], key: str) -> str:
         """See `Tool.call`."""
-        return await self._server.call(self.name, arguments)
+        return await self._server.call(self.name, arguments, key)
 
 
 @cache
@@ -209,6 +230,12 @@ def tools_of(functions: tuple[str, ...], mcp: tuple[str, ...]) -> tuple[Tool, ..
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(f"{FUNCTIONS_KEY} and {MCP_KEY} have several tools named {min(twice)}: rename one")
     return tuple(tools)
+
+
+def _meta(key: str) -> RequestParamsMeta:
+    meta: RequestParamsMeta = {}
+    meta[MCP_META] = key  # type: ignore[literal-required]  # of any name, by MCP's specification
+    return meta
 
 
 def _reason(error: BaseException) -> str:

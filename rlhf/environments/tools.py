@@ -39,7 +39,7 @@ class MalformedCall(Exception):
 
 
 class Environment:
-    """Answers the calls of a turn, in order."""
+    """Answers the calls of a turn, in order. A crash repeats none whose result was stored."""
 
     stop = ()
 
@@ -60,8 +60,23 @@ class Environment:
     def reset(self, messages: Messages, ground_truth: Any, extra_info: Any) -> None:
         """Does nothing: the environment has no state."""
 
-    async def step(self, turn: str) -> Observation:
-        """Makes the turn's calls."""
+    def snapshot(self) -> str:
+        """Returns nothing: the environment has no state."""
+        return ""
+
+    def restore(self, state: str) -> None:
+        """Does nothing: the environment has no state."""
+
+    def is_repeatable(self, turn: str) -> bool:
+        """Returns False if a tool that the turn calls says so."""
+        try:
+            calls = tool_calls(turn, self._tools)
+        except MalformedCall:
+            return True
+        return all(self._tools[call.name].is_repeatable for call in calls if call.name in self._tools)
+
+    async def step(self, turn: str, key: str) -> Observation:
+        """Makes the turn's calls, with the keys ``key/0``, ``key/1``, and so on."""
         try:
             calls = tool_calls(turn, self._tools)
         except MalformedCall as error:
@@ -70,17 +85,18 @@ class Environment:
             return Observation(None)
         errors: list[str] = []
         results: list[Message] = [
-            {"role": "tool", "name": call.name, "content": await self._result(call, errors.append)} for call in calls
+            {"role": "tool", "name": call.name, "content": await self._result(call, f"{key}/{number}", errors.append)}
+            for number, call in enumerate(calls)
         ]
         return Observation(results, error=errors[0] if errors else None)
 
-    async def _result(self, call: ToolCall, failed: Callable[[str], None]) -> str:
+    async def _result(self, call: ToolCall, key: str, failed: Callable[[str], None]) -> str:
         """Returns the text that the policy reads; `failed` is called with the error of a tool that failed."""
         tool: Tool | None = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}"
         try:
-            return await tool.call(call.arguments)
+            return await tool.call(call.arguments, key)
         except CallFailed as error:
             if isinstance(error, ToolFailed):
                 failed(str(error)[:LONGEST_ERROR])

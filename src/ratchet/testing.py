@@ -9,6 +9,8 @@ same way, with fewer examples, before it starts.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -21,7 +23,7 @@ from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.agents.checks import check_agent
 from ratchet.rlhf.algorithms.checks import check_advantage, check_loss
 from ratchet.rlhf.environments import environment
-from ratchet.rlhf.environments.environment import Environment, Observation
+from ratchet.rlhf.environments.environment import DurableEnvironment, Environment, Observation
 from ratchet.rlhf.errors import UserError
 from ratchet.tasks.pipeline import STAGES
 from ratchet.tasks.stage import RowsStage
@@ -73,8 +75,8 @@ def check_environment(
 ) -> list[Observation]:
     """Plays an environment with the same turns three times, two of them at once.
 
-    It has `stop`, `reset` and `step`. Its observations have the right types and are the same each time, so no state is
-    shared between trajectories.
+    It has the methods of `Environment` or `DurableEnvironment`. Its observations have the right types and are the same
+    each time, so no state is shared between trajectories. A durable one is restored from its snapshot after each turn.
 
     Args:
         name: ``package.module:Class`` or ``file.py:Class``, as in `rollout.environment`.
@@ -92,15 +94,30 @@ def check_environment(
     make = environment.load_environment(name)
     given = {"messages": [], "ground_truth": None, "extra_info": {}, **(prompt or {})}
 
-    def started() -> Environment:
+    def started() -> Environment | DurableEnvironment:
         played = make(**options)
-        played.reset(given["messages"], given["ground_truth"], given["extra_info"])  # type: ignore[arg-type]
+        _awaited(played.reset(given["messages"], given["ground_truth"], given["extra_info"]))  # type: ignore[arg-type]
         return played
 
-    alone, *pair = started(), started(), started()
+    def answer(number: int, player: int) -> object:
+        """Lets one of the environments answer a turn."""
+        played, turn = environments[player], turns[number]
+        if not isinstance(played, DurableEnvironment):
+            return _awaited(played.step(turn))
+        observation = _awaited(played.step(turn, f"{player}/{number}"))
+        state = _awaited(played.snapshot())
+        if not isinstance(state, str):
+            raise UserError(f"{name}: snapshot() returned {state!r}: return a text")
+        restored = make(**options)
+        assert isinstance(restored, DurableEnvironment)
+        _awaited(restored.restore(state))  # type: ignore[func-returns-value]
+        environments[player] = restored
+        return observation
+
+    environments = [started(), started(), started()]
     observations: list[Observation] = []
-    for turn in turns:
-        observation: object = alone.step(turn)
+    for number, turn in enumerate(turns):
+        observation = answer(number, 0)
         if not isinstance(observation, Observation):
             raise UserError(f"{name}: step({turn!r}) returned {observation!r}: return Observation(content, reward)")
         if not isinstance(observation.content, str | list | tuple | None):
@@ -108,11 +125,20 @@ def check_environment(
         observations.append(observation)
         if observation.content is None:
             break
-    for turn, expected in zip(turns, observations, strict=False):
-        for other in pair:
-            if (differs := other.step(turn)) != expected:
+    for number, (turn, expected) in enumerate(zip(turns, observations, strict=False)):
+        for player in (1, 2):
+            if (differs := answer(number, player)) != expected:
                 raise UserError(
                     f"{name}: step({turn!r}) returned {expected!r} once and {differs!r} another time: keep state in the "
                     "object, not in the class or the module, and draw nothing at random"
                 )
     return observations
+
+
+def _awaited(result: object) -> object:
+    """Returns the result of a method that may be `async`."""
+
+    async def awaited() -> object:
+        return await result if inspect.isawaitable(result) else result
+
+    return asyncio.run(awaited())

@@ -12,6 +12,7 @@ import psutil
 
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import Finalize, ShardCommit, StageCommit
+from tests.environments import check_books
 from tests.history import History
 from tests.torture.kinds import Kind
 
@@ -50,6 +51,7 @@ def result_of(kind: Kind, url: str, folder: Path) -> Result:
 def check(kind: Kind, url: str, folder: Path, expected: Result) -> None:
     """Asserts that weights, rows, chain and files are those of a run that was left alone."""
     result = result_of(kind, url, folder)
+    check_books(folder / "books")
     assert len(result.rows) == len(expected.rows), f"{len(result.rows)} iterations, not {len(expected.rows)}"
     if kind.is_exact:
         assert result.rows == expected.rows, "other rows"

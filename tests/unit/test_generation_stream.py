@@ -224,7 +224,7 @@ class Partner(EnvironmentCalls):
     async def of(self, dialogue: Dialogue, tokenizer: Any) -> Any:
         return self._environments.setdefault(id(dialogue), SimpleNamespace(stop=()))  # type: ignore[arg-type]
 
-    async def step(self, dialogue: Dialogue, turn: str) -> Observation:
+    async def step(self, dialogue: Dialogue, turn: str, run: str = "") -> Observation:
         name = f"{self.stage} {dialogue.request.trajectory_id}"
         await self.loop.hold(name)
         return answer(name, dialogue.answered)
@@ -317,7 +317,7 @@ class Streaming(Machine):
         self.interruptible, self.may_mix = interruptible, interruptible
         self.engine = HeldEngine(self.loop, self.version)
         self.generator: Generator | None = None
-        self.rollouts = Rollouts(self._build, self._no_log)
+        self.rollouts = Rollouts(self._build, self._no_log, self._no_log)
         self.journals_read = deepcopy(self.journals)
         """A worker caches what it has read."""
         self.is_changing = False

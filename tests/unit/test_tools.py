@@ -102,7 +102,7 @@ def environment_of(*functions: str, mcp: tuple[str, ...] = ()) -> EnvironmentCon
 
 
 def answer(environment: Environment, turn: str) -> Observation:
-    return asyncio.run(environment.step(turn))
+    return asyncio.run(environment.step(turn, "key"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
