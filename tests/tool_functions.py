@@ -34,6 +34,30 @@ def fails(reason: str) -> str:
     raise RuntimeError(reason)
 
 
+def book(item: str, idempotency_key: str) -> str:
+    """
+    Book an item.
+
+    Args:
+        item: what
+        idempotency_key: names the booking
+    """
+    return f"{item} as {idempotency_key}"
+
+
+def pay(sum: int) -> str:
+    """
+    Pay a sum.
+
+    Args:
+        sum: how much
+    """
+    return f"paid {sum}"
+
+
+pay.repeatable = False  # type: ignore[attr-defined]
+
+
 def untyped(text) -> str:  # type: ignore[no-untyped-def]
     """No types."""
     return str(text)

@@ -335,7 +335,23 @@ def test_the_tools_of_an_mcp_server(transport: str, over_http: str) -> None:
     assert failed == "error: divide: Error executing tool divide", "what the server tells"
     assert malformed.startswith("error: add: ")
     names = [schema["function"]["name"] for schema in Environment.schemas((), (over_http,))]
-    assert names == ["add", "divide"]
+    assert names == ["add", "divide", "order"]
+    ordered = answer(environment, call_text("order", item="tea")).content
+    assert ordered == [{"role": "tool", "name": "order", "content": "tea as key/0"}]
+    assert environment.is_repeatable(turn) and not environment.is_repeatable(call_text("order", item="tea"))
+
+
+def test_a_function_gets_the_key_of_its_call_and_the_policy_does_not_see_it() -> None:
+    names = ("tests.tool_functions:book", "tests.tool_functions:pay")
+    booking = Environment.schemas(names)[0]["function"]["parameters"]
+    assert booking["properties"].keys() == {"item"} and booking["required"] == ["item"]
+    environment = Environment(names)
+    turn = call_text("book", item="tea") + call_text("pay", sum=3) + call_text("book", item="a", idempotency_key="mine")
+    first, second, third = (message["content"] for message in answer(environment, turn).content or [])  # type: ignore[union-attr,index]
+    assert (first, second) == ("tea as key/0", "paid 3")
+    assert third == "error: book: got an unexpected keyword argument 'idempotency_key'"
+    assert not environment.is_repeatable(turn), "pay says so"
+    assert environment.is_repeatable(call_text("book", item="tea")) and environment.is_repeatable("<tool_call>x")
 
 
 @pytest.mark.parametrize(
