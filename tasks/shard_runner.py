@@ -237,6 +237,8 @@ def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None
     parts = [] if journal is None else list(journal.parts)
     discarded: list[str] = []
     for term, keys in store.calls(iteration, stage.name).items():
+        if term > driver.term:  # of a driver that has taken the run over: this one is about to notice
+            continue
         if term != driver.term and (changes := changes_since_term(driver, stage, term)):
             note(f"{stage.name} of iteration {iteration} starts without earlier answers: {'; '.join(changes)}")
             discarded += keys

@@ -76,12 +76,13 @@ def entries(folder: Path, name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def check_books(folder: Path) -> None:
-    """Asserts that no turn had its effect twice, and that none was repeated that must not be."""
+def check_books(folder: Path, *, is_damaged: bool = False) -> None:
+    """Asserts that no turn had its effect twice, and that none was repeated that must not be, unless the store has lost
+    what was stored."""
     effects = [entry["key"] for entry in entries(folder, "effects")]
     assert len(effects) == len(set(effects)), "an effect was made twice"
     delicate = [entry["key"] for entry in entries(folder, "calls") if "x" in entry["turn"]]
-    assert len(delicate) == len(set(delicate)), "a turn was repeated that must not be"
+    assert is_damaged or len(delicate) == len(set(delicate)), "a turn was repeated that must not be"
 
 
 class Structured:

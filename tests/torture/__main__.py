@@ -33,7 +33,7 @@ from tests import ceph
 from tests.prefect_server import prefect_api
 from tests.s3_server import moto_server, s3_at
 from tests.torture.checks import Result, check, check_files, leftovers, result_of
-from tests.torture.faults import FAULTS, Victim, expect, suits
+from tests.torture.faults import DAMAGES, FAULTS, Victim, expect, suits
 from tests.torture.kinds import CHANGES, FITS, Kind, kinds, workspace
 
 PARALLEL = 2
@@ -144,11 +144,11 @@ class Torture:
                 FAULTS[fault](victim)
                 victim.setups.clear()
                 victim.finish()
-                check(kind, victim.url, victim.folder, self.expected[kind.name])
+                check(kind, victim.url, victim.folder, self.expected[kind.name], is_damaged=fault in DAMAGES)
                 assert expect(victim.cli("verify", "run"), 0) == 0
                 expect(victim.cli("vacuum", "run"), 0)
                 check_files(victim.url, victim.folder, len(victim.processes.children))
-                check(kind, victim.url, victim.folder, self.expected[kind.name])
+                check(kind, victim.url, victim.folder, self.expected[kind.name], is_damaged=fault in DAMAGES)
             except Exception:
                 failure = traceback.format_exc()
             finally:

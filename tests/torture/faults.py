@@ -381,6 +381,8 @@ FAULTS: dict[str, Callable[[Victim], None]] = {
     "folder deleted": deletions,
 }
 
+DAMAGES = ("bit flipped", "object lost")
+
 
 def suits(fault: str, kind: Kind) -> bool:
     if fault == "faulty S3":
