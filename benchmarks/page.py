@@ -1,4 +1,5 @@
-"""Measures `ratchet ui` over a store of many runs: seconds until its list is shown, and until all of it is; bytes sent.
+"""Measures `ratchet ui` over a store of many runs: seconds until its list is shown, and until all of it is; bytes sent,
+compressed.
 
     ratchet demo countdown                       # once: the run
     python benchmarks/page.py --runs 300
@@ -40,7 +41,7 @@ def main() -> None:
                     listed = time.perf_counter() - started
                     page.wait_for_selector("body[data-ready]")
                     shown = time.perf_counter() - started
-                    size = sum(len(response.body()) for response in sent)
+                    size = sum(response.request.sizes()["responseBodySize"] for response in sent)
                     print(f"visit {visit + 1}: list {listed:.2f} s, all {shown:.2f} s, {size / 1e3:.0f} kB", flush=True)
 
 

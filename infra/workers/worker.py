@@ -180,7 +180,16 @@ class Worker:
         return CallLog(partial(self.store.write_calls, iteration, stage, self.term))
 
     def _turn_log(self, stage: str, iteration: int) -> TurnLog:
-        write = partial(self.store.write_calls, iteration, stage, self.term)
+        term = self.term
+
+        def write(table: pa.Table) -> None:
+            self.store.write_calls(iteration, stage, term, table)
+            # a driver that claims the run after this look finds the turn, and one that claimed it before ends this one:
+            # two never let an environment answer the same turn
+            newest = self.store.log.read().term
+            if newest > term:
+                raise Fenced(f"another driver (term {newest}) has taken the run over from this one (term {term})")
+
         return TurnLog(write, f"{self.store.log.record(0).uuid}/{stage}")
 
     def journal(self, iteration: int, stage: str, number: int) -> ShardRef | None:
