@@ -38,7 +38,7 @@ from benchmarks.rollout import serving
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.run_store import RunStore
-from ratchet.infra.workers.rollouts import JOURNAL
+from ratchet.infra.workers.call_log import JOURNAL
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.environments.dialogues import Dialogue
 from ratchet.rlhf.rollout.engine import Chunk, Request

@@ -86,10 +86,7 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
             Statement(filtered),
             Statement(listed, parameters),
             Statement("SELECT count(*) AS n FROM trajectories"),
-            *(
-                Statement(_histogram(f"SELECT {x} AS x FROM filtered WHERE {where}"), parameters)
-                for x in drawn
-            ),
+            *(Statement(_histogram(f"SELECT {x} AS x FROM filtered WHERE {where}"), parameters) for x in drawn),
         )
     except StatementFailed as error:
         raise _explained(error, wanted.where, columns) from error

@@ -9,7 +9,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from ratchet.infra.workers.rollouts import JOURNAL
 from ratchet.rlhf.agents.sessions import Recorded
 from ratchet.rlhf.environments.dialogues import Dialogue, joined
 
@@ -30,6 +29,24 @@ CALL_COLUMNS: Mapping[str, tuple[pa.DataType, str]] = {
 }
 """Types and meanings of the columns of a file of answers; see `Recorded`."""
 CALLS = pa.schema([(name, kind) for name, (kind, _) in CALL_COLUMNS.items()])
+JOURNAL = pa.schema(
+    {
+        "trajectory_id": pa.string(),
+        "ids": pa.list_(pa.int32()),
+        "log_probs": pa.list_(pa.float32()),
+        "mask": pa.list_(pa.int8()),
+        "versions": pa.list_(pa.int32()),
+        "turn_starts": pa.list_(pa.int32()),
+        "turn_ends": pa.list_(pa.int32()),
+        "turn_rewards": pa.list_(pa.float64()),
+        "parts": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
+        "finish_reason": pa.string(),
+        "tool_error": pa.string(),
+        "attempt": pa.int32(),
+        "state": pa.string(),
+    }
+)
+"""Columns of a journal; see `Dialogue`."""
 TURNS = JOURNAL.append(pa.field("before", pa.string()))
 """Columns of a file of turns; see `Dialogue.new_row`."""
 

@@ -67,26 +67,6 @@ class Journaled:
     """Rows of the trajectories with durable environments, by trajectory id."""
 
 
-JOURNAL = pa.schema(
-    {
-        "trajectory_id": pa.string(),
-        "ids": pa.list_(pa.int32()),
-        "log_probs": pa.list_(pa.float32()),
-        "mask": pa.list_(pa.int8()),
-        "versions": pa.list_(pa.int32()),
-        "turn_starts": pa.list_(pa.int32()),
-        "turn_ends": pa.list_(pa.int32()),
-        "turn_rewards": pa.list_(pa.float64()),
-        "parts": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
-        "finish_reason": pa.string(),
-        "tool_error": pa.string(),
-        "attempt": pa.int32(),
-        "state": pa.string(),
-    }
-)
-"""Columns of a journal; see `Dialogue`."""
-
-
 @dataclass
 class OpenShard:
     """A shard with incomplete trajectories."""

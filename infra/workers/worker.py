@@ -23,7 +23,7 @@ from ratchet.infra.store.records import ObjectRef, ShardRef, Weights
 from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.batching import Together
 from ratchet.infra.workers.call_inputs import CallInputs
-from ratchet.infra.workers.call_log import CallLog, TurnLog
+from ratchet.infra.workers.call_log import JOURNAL, CallLog, TurnLog
 from ratchet.infra.workers.calls import (
     C,
     Call,
@@ -42,7 +42,7 @@ from ratchet.infra.workers.held_weights import HeldWeights, WrongPolicyVersion
 from ratchet.infra.workers.resources import Resources
 from ratchet.infra.workers.role_engines import Engines
 from ratchet.infra.workers.rollout_weights import RolloutWeights
-from ratchet.infra.workers.rollouts import JOURNAL, Generated, Rollouts
+from ratchet.infra.workers.rollouts import Generated, Rollouts
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.distributed import accelerator, determinism, ranks

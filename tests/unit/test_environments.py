@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
-from ratchet.infra.workers.rollouts import JOURNAL
+from ratchet.infra.workers.call_log import JOURNAL
 from ratchet.rlhf.agents.agent_loop import TRIES, Generator, Rules
 from ratchet.rlhf.config import EnvironmentConfig
 from ratchet.rlhf.data.formats import Messages

@@ -29,9 +29,10 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 
 from ratchet.infra.execution.replicas import Complete, Feed, Prompt, Replicas, Reports
 from ratchet.infra.store.records import Weights
+from ratchet.infra.workers.call_log import JOURNAL
 from ratchet.infra.workers.calls import Call, Context, RowsCall, ShardKey, ShardStart
 from ratchet.infra.workers.checkpoints import in_background
-from ratchet.infra.workers.rollouts import JOURNAL, Generated, Journaled, JournalRows, Rollouts
+from ratchet.infra.workers.rollouts import Generated, Journaled, JournalRows, Rollouts
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
