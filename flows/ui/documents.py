@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from ratchet.flows.alerts import Alert, alerts_of
+from ratchet.flows.alerts import Alert, Metrics, alerts_of
 from ratchet.flows.shown_metrics import REPORT, shown_in
 from ratchet.infra.progress import note
 from ratchet.infra.runs.listing import State, state_of
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Decode = Callable[[tuple[int, ...]], str]
-Metrics = Mapping[str, float]
 Row = Mapping[Any, Any]
 """A row of a frame, from `DataFrame.to_dict("records")`."""
 

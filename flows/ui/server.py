@@ -24,11 +24,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ratchet.flows.alerts import Metrics
 from ratchet.flows.ui import browsing
 from ratchet.flows.ui.documents import (
     Decode,
     Filter,
-    Metrics,
     RunView,
     TrajectoryDocument,
     decoder,

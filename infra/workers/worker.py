@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -190,7 +190,11 @@ class Worker:
             if newest > term:
                 raise Fenced(f"another driver (term {newest}) has taken the run over from this one (term {term})")
 
-        return TurnLog(write, f"{self.store.log.record(0).uuid}/{stage}")
+        return TurnLog(write, f"{self._run_uuid}/{stage}")
+
+    @cached_property
+    def _run_uuid(self) -> str:
+        return self.store.log.record(0).uuid
 
     def journal(self, iteration: int, stage: str, number: int) -> ShardRef | None:
         """Writes the trajectories that a stage's open shards have so far; returns None without any.

@@ -154,7 +154,7 @@ def test_vllm_that_dies_just_before_a_call_has_ended_after_it(
         with pytest.raises(EngineLost, match="vLLM's process died: exit code -9"):
             engine.load_weights([])
     assert child_processes.remaining([worker]) == []
-    assert engine.load_weights([]) == 0, "the loss is told once"
+    assert engine.load_weights([]) == 0, "it reports the loss once"
 
 
 @pytest.mark.filterwarnings("ignore:killed 0 s ago:RuntimeWarning")

@@ -219,7 +219,7 @@ def test_gsm8k_compares_numbers_of_any_length() -> None:
         "\\boxed{",
         "\\boxed{3}",
         "\\boxed{\\frac{1}{3}}",
-        "I do not know",
+        "I don't know",
         "\\boxed{0.5}" + ", I believe" * 100,
     ],
 )
