@@ -137,6 +137,7 @@ NAMES = {
     "greedy_scores": "greedy answers",
     "reward_parts": "parts of the reward",
     "sum_pi_squared": "squared probabilities",
+    "turn_values": "values of turns (rollout.continuations)",
     "turns": "turns (rollout.environment)",
     "states": "what each turn follows",
 }
@@ -471,7 +472,9 @@ def _type(kind: pa.DataType) -> str:
 def _shape(column: Column) -> str:
     if not pa.types.is_list(column.type):
         return ""
-    of_policy = dict.fromkeys(("turn_rewards", "turn_ends"), "[policy turns]")
+    of_policy = dict.fromkeys(
+        ("turn_rewards", "turn_ends", "turn_states", "turn_values", "continuation_returns"), "[policy turns]"
+    )
     return {"prompt_ids": "[P]", "turns": "[turns]", **of_policy}.get(column.name, "[T]")
 
 

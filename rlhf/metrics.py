@@ -55,7 +55,7 @@ TIMERS = {
 """verl's names of the stages in `timing_s/`. Stages that verl lacks, or names alike, keep their names."""
 
 STAGES = (
-    *("validate", "generate", "reward_model", "score", "select", "greedy_baseline", "old_log_probs"),
+    *("validate", "generate", "reward_model", "score", "select", "greedy_baseline", "turn_values", "old_log_probs"),
     *(
         "ref_log_probs",
         "teacher_log_probs",
@@ -128,6 +128,14 @@ METRICS = (
         )
     ),
     Metric("reward/greedy_errors", "greedy_baseline", "greedy answers whose reward failed", "prompts", _ERRORS),
+    Metric(
+        "turn_values/continuations",
+        "turn_values",
+        "trajectories played on from a turn to estimate values",
+        "trajectories",
+    ),
+    Metric("turn_values/turns", "turn_values", "turns of these that the environment answered", "turns"),
+    Metric("turn_values/errors", "turn_values", "those whose environment or reward failed", "trajectories", _ERRORS),
     *_spread("critic/score", "advantages", "score", only="from `score`, over all rows, without `advantages`"),
     *_spread("critic/rewards", "advantages", "score less length and KL penalties"),
     *_spread("critic/advantages", "advantages", "advantage of a token"),

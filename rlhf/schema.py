@@ -233,6 +233,13 @@ TRAJECTORY = TrajectorySchema(
             null="there is neither a rollout.environment nor a rollout.agent",
         ),
         Column(
+            "turn_states",
+            pa.list_(pa.string()),
+            "generate",
+            "state of the environment after each turn that it has answered, as its snapshot returned it",
+            null="the environment has no `snapshot`",
+        ),
+        Column(
             "branch",
             pa.int32(),
             "generate",
@@ -301,6 +308,20 @@ TRAJECTORY = TrajectorySchema(
             "greedy_baseline",
             "error that prevented the greedy reward",
             null="nothing failed",
+        ),
+        Column(
+            "turn_values",
+            _FLOATS,
+            "turn_values",
+            "value of the state in which each turn of the policy begins: mean of continuation_returns; null within the "
+            "list if all continuations failed",
+        ),
+        Column(
+            "continuation_returns",
+            pa.list_(_FLOATS),
+            "turn_values",
+            "what each continuation of the state in which a turn begins earned from there on; those of the first turn "
+            "are the scores of the prompt's other trajectories",
         ),
         Column("old_log_probs", _FLOATS, "old_log_probs", "log-probs [T] from the actor before the update", "nat"),
         Column("entropy", _FLOATS, "old_log_probs", "entropy [T] of the actor's distribution", "nat"),

@@ -24,6 +24,7 @@ from ratchet.tasks.stages.reward_model import REWARD_MODEL
 from ratchet.tasks.stages.score import SCORE
 from ratchet.tasks.stages.select import FILTER_GROUPS
 from ratchet.tasks.stages.teacher_log_probs import TEACHER_LOG_PROBS
+from ratchet.tasks.stages.turn_values import TURN_VALUES
 from ratchet.tasks.stages.update_actor import UPDATE_ACTOR
 from ratchet.tasks.stages.update_critic import UPDATE_CRITIC
 from ratchet.tasks.stages.validate import VALIDATE
@@ -39,6 +40,7 @@ STAGES: tuple[Stage, ...] = (
     SCORE,
     FILTER_GROUPS,
     GREEDY_BASELINE,
+    TURN_VALUES,
     OLD_LOG_PROBS,
     REF_LOG_PROBS,
     TEACHER_LOG_PROBS,

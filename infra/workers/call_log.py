@@ -43,7 +43,7 @@ JOURNAL = pa.schema(
         "finish_reason": pa.string(),
         "tool_error": pa.string(),
         "attempt": pa.int32(),
-        "state": pa.string(),
+        "states": pa.list_(pa.string()),
     }
 )
 """Columns of a journal; see `Dialogue`."""

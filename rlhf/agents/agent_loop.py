@@ -322,7 +322,7 @@ class Generator:
         else:
             dialogue.heard(ids)
         if environments.durable:
-            dialogue.state = await environments.snapshot(dialogue)
+            dialogue.states.append(await environments.snapshot(dialogue))
         if record is not None:
             await record.record(dialogue)
 

@@ -38,6 +38,8 @@ class AdvantageEstimator(Algorithm):
     - ``sum_pi_squared``, shape (batch, response): sum of the squared probabilities of all tokens that the policy could
       have drawn;
     - ``greedy_scores``, shape (batch,): score of the greedy answer to the same prompt;
+    - ``turn_values``, shape (batch, response): value of the state in which each token's turn begins, the mean of what
+      its continuations earn (`rollout.continuations`);
     - ``reward_parts``: each named part of the score, shape (batch,);
     - ``turns``, int64, shape (batch, response): number of the turn that each token belongs to, in its trajectory;
     - ``states``, int64, shape (batch, response): equal for tokens whose turns follow the same text: the same answer of
@@ -205,6 +207,33 @@ class TurnGAE(AdvantageEstimator):
         by_turn = Turns(turns, mask)
         before = by_turn.first(values)
         advantages = generalized_advantages(by_turn.sum(token_rewards), before, by_turn.mask, self.gamma, self.lam)
+        return self.finished(by_turn.of_tokens(advantages), mask), by_turn.of_tokens(advantages + before)
+
+
+class VinePPO(AdvantageEstimator):
+    r"""VinePPO (arXiv 2410.01679, eqs. 5 and 6): the values of states are means over Monte-Carlo continuations.
+
+    .. math::
+        A_k = r_k + \hat V(s_{k+1}) - \hat V(s_k), \qquad
+        \hat V(s) = \frac{1}{K} \sum_{j=1}^{K} R(\tau_j), \quad \tau_j \sim \pi(\cdot \mid s)
+
+    A step is a turn of the policy: :math:`r_k` is the sum of the rewards of its tokens, :math:`s_k` the state in which
+    it begins, and :math:`\hat V = 0` after the last turn. K is `rollout.continuations`; the value of the prompt is the
+    mean score of the prompt's other trajectories. The continuations count the score without a KL penalty.
+    """
+
+    type: Literal["vine_ppo"] = "vine_ppo"
+    clip_rewards: Literal[None] = Field(None, description="never: the values are of unclipped scores")
+    whiten: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over the batch's tokens")
+    needs: ClassVar[tuple[str, ...]] = ("turn_values", "turns")
+
+    def __call__(
+        self, token_rewards: Tokens, mask: Tokens, *, turn_values: Tokens, turns: TokenNumbers
+    ) -> tuple[Tokens, Tokens]:
+        """Computes the advantage of each turn, and its return: the advantage and the value."""
+        by_turn = Turns(turns, mask)
+        before = by_turn.first(turn_values)
+        advantages = generalized_advantages(by_turn.sum(token_rewards), before, by_turn.mask, gamma=1.0, lam=0.0)
         return self.finished(by_turn.of_tokens(advantages), mask), by_turn.of_tokens(advantages + before)
 
 
@@ -665,6 +694,7 @@ Advantage = Annotated[
     | EGPO
     | GiGPO
     | TurnGAE
+    | VinePPO
     | RAFT
     | VAPO
     | MaxRL

@@ -26,6 +26,7 @@ COLUMNS = (
     "advantages",
     "returns",
     "values",
+    "turn_values",
     "token_rewards",
 )
 LOSS_NEEDS = ("old_log_probs", "selection_noise")
@@ -34,6 +35,7 @@ ADVANTAGE_NEEDS = (
     "group_ids",
     "entropy",
     "greedy_scores",
+    "turn_values",
     "old_log_probs",
     "sum_pi_squared",
     "reward_parts",

@@ -235,7 +235,7 @@ def _comparing(config: RunConfig) -> list[str]:
     """Returns the settings that compare the trajectories of a prompt."""
     advantage, judge = config.algorithm.advantage, config.reward.judge
     comparing = {
-        f"algorithm.advantage {advantage.type}": "group_ids" in advantage.needs,
+        f"algorithm.advantage {advantage.type}": bool({"group_ids", "turn_values"} & {*advantage.needs}),
         "algorithm.advantage.drop_zero_std_groups": advantage.drop_zero_std_groups,
         "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling is not None,
         f"reward.judge.mode {judge and judge.mode}": judge is not None and judge.compares,
@@ -399,6 +399,21 @@ def _beyond_own_layers(owner: str, trainer: TrainerConfig, model_key: str, model
             yield key
 
 
+def _turn_values_fit(config: RunConfig) -> Iterator[str]:
+    if not config.needs_turn_values:
+        return
+    advantage, judge = f"algorithm.advantage {config.algorithm.advantage.type}", config.reward.judge
+    if config.rollout.agent is not None:
+        yield f"{advantage} plays on from single turns, which a rollout.agent cannot: use a rollout.environment, or gigpo"
+    if config.algorithm.overlong_penalty is not None:
+        yield f"{advantage} does not work with algorithm.overlong_penalty, which its values leave out: remove one of them"
+    if judge is not None and judge.compares:
+        yield (
+            f"reward.judge.mode {judge.mode} compares the responses to a prompt, but {advantage} scores continuations "
+            "of different turns: use reward.judge.mode rubric, or another estimator (gigpo)"
+        )
+
+
 def _algorithms_fit(config: RunConfig) -> Iterator[str]:
     """Refuses algorithms that contradict each other."""
     algorithm = config.algorithm
@@ -408,6 +423,7 @@ def _algorithms_fit(config: RunConfig) -> Iterator[str]:
             f"algorithm.advantage {advantage.type} is for turns, but there is no rollout.environment or rollout.agent "
             "that takes turns with the policy: set one, or choose another advantage (grpo, gae)"
         )
+    yield from _turn_values_fit(config)
     correction = algorithm.rollout_correction
     is_weighted = correction is not None and correction.bypass and correction.weights is not None
     if is_weighted and "old_log_probs" in algorithm.loss.needs:

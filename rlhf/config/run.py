@@ -260,6 +260,10 @@ class RunConfig(Section):
         return "greedy_scores" in self.needs
 
     @property
+    def needs_turn_values(self) -> bool:
+        return "turn_values" in self.needs
+
+    @property
     def solved_score(self) -> float | None:
         """The minimum score of a solved answer in a validation; None if the scores do not tell right from wrong."""
         alone = self.reward.model is None and self.rollout.partner is None

@@ -403,6 +403,12 @@ class RolloutConfig(SamplingConfig):
     agent: AgentConfig | None = Field(
         None, description="a program of yours that calls the policy like any chat endpoint; null: none"
     )
+    continuations: int = Field(
+        8,
+        gt=0,
+        description="trajectories that are played on from each turn to estimate its value, for estimators that need "
+        "turn_values (vine_ppo)",
+    )
     prompts_per_shard: int = Field(
         16, gt=0, description="prompts per shard: a shard is committed when all of its trajectories are complete"
     )

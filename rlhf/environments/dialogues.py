@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratchet.rlhf.data.chat_turns import CONTENT, around_content, render_contents, text_ids, token_ids
@@ -45,7 +46,7 @@ JOURNALED = (
     "finish_reason",
     "tool_error",
     "attempt",
-    "state",
+    "states",
 )
 """The fields of a trajectory that a journal stores."""
 OF_TOKENS = ("ids", "log_probs", "mask", "versions")
@@ -123,10 +124,12 @@ class Dialogue:
     """The first error that did not end the dialogue, such as a tool's."""
     attempt: int = 0
     """Number of times that the trajectory restarted."""
-    state: str | None = None
-    """The state of a durable environment after the turns that it has answered."""
-    stored: int = 0
-    """Number of tokens in the rows that `new_row` has returned."""
+    states: list[str] = field(default_factory=list)
+    """The state of a durable environment after each turn that it has answered; empty for other environments."""
+    stored: tuple[int, int] = (0, 0)
+    """Numbers of tokens and states in the rows that `new_row` has returned."""
+    prefix: Mapping[str, Any] | None = None
+    """The values of `JOURNALED` fields with which the trajectory begins; None: it begins after its prompt."""
     calls: list[AgentCall] = field(default_factory=list)
     """The calls of an agent, one per turn."""
     branches: list[Dialogue] = field(default_factory=list)
@@ -174,6 +177,17 @@ class Dialogue:
             return None
         return self.ids[self.turn_starts[-1] : self.turn_ends[-1]]
 
+    @classmethod
+    def continuing(cls, request: Request, beginning: Beginning, prefix: Mapping[str, Any]) -> Dialogue:
+        """Returns a trajectory that continues another one.
+
+        Args:
+            prefix: values of `JOURNALED` fields: the other trajectory after an answer of its environment.
+        """
+        dialogue = cls(request, beginning, prefix=prefix)
+        dialogue._begin_again()
+        return dialogue
+
     def copy(self) -> Dialogue:
         """Returns a copy that does not change with this trajectory."""
         return replace(self, **{name: copy(getattr(self, name)) for name in JOURNALED})
@@ -183,7 +197,7 @@ class Dialogue:
         for name in JOURNALED:
             if name in row:  # a journal of an older version lacks the newest
                 setattr(self, name, copy(row[name]))
-        self.stored = len(self.ids)
+        self.stored = len(self.ids), len(self.states)
 
     def take_back(self, before: Dialogue) -> None:
         """Drops the tokens written since a copy was made."""
@@ -195,11 +209,12 @@ class Dialogue:
         return {"trajectory_id": self.request.trajectory_id, **{name: getattr(self, name) for name in JOURNALED}}
 
     def new_row(self) -> dict[str, Any]:
-        """Returns a row of a journal with the tokens since the last call, which follow those with the digest
-        `before`."""
-        start, self.stored = self.stored, len(self.ids)
+        """Returns a row of a journal with the tokens and states since the last call, which follow the tokens with the
+        digest `before`."""
+        (start, states), self.stored = self.stored, (len(self.ids), len(self.states))
         row = {name: copy(value) for name, value in self.journaled().items()}
-        return row | {name: row[name][start:] for name in OF_TOKENS} | {"before": _digest(self.ids[:start])}
+        new = {name: row[name][start:] for name in OF_TOKENS} | {"states": row["states"][states:]}
+        return row | new | {"before": _digest(self.ids[:start])}
 
     def next_request(self, sampling: Sampling) -> Request:
         """Returns the request for the tokens that follow, starting a turn if none is open."""
@@ -223,10 +238,17 @@ class Dialogue:
             self.turn_ends.append(len(self.ids))
 
     def restart(self) -> None:
-        """Drops all tokens."""
+        """Drops all tokens but those of the prefix."""
         attempt = self.attempt + 1
+        self._begin_again()
+        self.attempt = attempt
+
+    def _begin_again(self) -> None:
         self.take_back(Dialogue(self.request))
-        self.attempt, self.stored = attempt, 0
+        for name, value in (self.prefix or {}).items():
+            setattr(self, name, copy(value))
+        # the files of turns begin with the prefix, too
+        self.stored = (0, 0)
 
     def heard(self, ids: Sequence[int]) -> None:
         """Appends tokens of the environment."""
@@ -259,6 +281,20 @@ class Dialogue:
         return [{"role": role, "content": response_text(tokens, tokenizer)} for role, tokens in self._turns]
 
 
+def turn_starts(mask: Sequence[int], turn_ends: Sequence[int]) -> list[int]:
+    """Finds where the turns of the policy begin in a stored response.
+
+    Args:
+        mask: 1 for tokens of the policy, one per token.
+        turn_ends: position after the last token of each turn.
+    """
+    starts = [0]
+    for before, end in pairwise(turn_ends):
+        # a turn without tokens begins where it ends
+        starts.append(next((place for place in range(before, end) if mask[place]), end))
+    return starts[: len(turn_ends)]
+
+
 def joined(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins the rows of `Dialogue.new_row` of one trajectory, in any order.
 
@@ -266,15 +302,18 @@ def joined(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         The row of the last attempt that goes furthest. Rows that do not follow others are left out, such as those after
         a missing one.
     """
-    empty: dict[str, list[Any]] = {name: [] for name in OF_TOKENS}
+    empty: dict[str, list[Any]] = {name: [] for name in (*OF_TOKENS, "states")}
     furthest: dict[str, Any] = {}
     wholes: dict[tuple[int, str], dict[str, list[Any]]] = {}
     for row in sorted(rows, key=_progress):
         before = empty if row["before"] == _digest([]) else wholes.get((row["attempt"], row["before"]))
         if before is not None:
-            tokens = {name: [*before[name], *row[name]] for name in OF_TOKENS}
-            wholes[row["attempt"], _digest(tokens["ids"])] = tokens
-            furthest = {**row, **tokens}
+            whole = {name: [*before[name], *row[name]] for name in OF_TOKENS}
+            # answers without tokens leave the digest as it is, so two rows may tell of the same state
+            earlier = before["states"][: len(row["turn_rewards"]) - len(row["states"])]
+            whole["states"] = [*earlier, *row["states"]]
+            wholes[row["attempt"], _digest(whole["ids"])] = whole
+            furthest = {**row, **whole}
     return furthest
 
 

@@ -107,11 +107,15 @@ def load_environment(name: str) -> Callable[..., Environment | DurableEnvironmen
     return environment_class
 
 
-def check_environment(name: str, options: Mapping[str, Any]) -> None:
+def check_environment(name: str, options: Mapping[str, Any], played_on_by: str | None = None) -> None:
     """Checks an environment class before any response is generated.
 
+    Args:
+        played_on_by: the setting that plays on from the turns of stored trajectories; None: there is none.
+
     Raises:
-        UserError: the class cannot be loaded, cannot be created with the options, or lacks `stop`, `reset` or `step`.
+        UserError: the class cannot be loaded, cannot be created with the options, lacks `stop`, `reset` or `step`, or
+            cannot be brought to the state after a stored turn, as `played_on_by` needs.
     """
     make = load_environment(name)
     source_of(make, KEY, name)
@@ -132,6 +136,11 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
     for method in ("reset", "step", *(("snapshot", "restore", "is_repeatable") if durable else ())):
         if not callable(getattr(environment, method, None)):
             raise UserError(f"{KEY} {name} has no method {method}: it needs {needed}")
+    if played_on_by is not None and not durable and not getattr(make, "replayable", False):
+        raise UserError(
+            f"{KEY} {name} cannot return to the state after a turn, as {played_on_by} needs: set replayable = True on "
+            "the class if the same turns lead to the same state, or give it snapshot() and restore(state)"
+        )
     arguments = ["turn", "key"] if durable else ["turn"]
     try:
         inspect.signature(environment.step).bind(*arguments)

@@ -79,10 +79,10 @@ class EnvironmentCalls:
         beginning = dialogue.beginning
         assert beginning is not None, "a trajectory with an environment has a beginning"
 
-        if dialogue.state is not None:
+        if dialogue.states:
             where = f"{trajectory_id}, at restore"
             restored: DurableEnvironment = await self._call(partial(self._make, **self._options), where)
-            await self._call(partial(restored.restore, dialogue.state), where)
+            await self._call(partial(restored.restore, dialogue.states[-1]), where)
             self._environments[id(dialogue)] = restored
             return restored
         environment = await self.begin(beginning, f"{trajectory_id}, at reset")

@@ -76,6 +76,9 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         inputs["reward_parts"] = {name: estimator.clipped(part) for name, part in parts.items()}
     if "turns" in estimator.needs:
         inputs["turns"], inputs["states"] = _turns_and_states(batch)
+    if "turn_values" in estimator.needs:
+        inputs["turn_values"], is_known = _turn_values(batch)
+        teaches &= is_known
     if "sum_pi_squared" in estimator.needs and batch.array("sum_pi_squared").null_count:
         raise UserError(
             f"algorithm.advantage {config.advantage.type} needs sum_pi_squared, but old_log_probs was computed for "
@@ -302,6 +305,21 @@ def _turns_and_states(batch: TrajectoryBatch) -> tuple[torch.Tensor, torch.Tenso
     return torch.from_numpy(turns), torch.from_numpy(states)
 
 
+def _turn_values(batch: TrajectoryBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the value of each token's turn, float64, shape (batch, response), and True for trajectories whose values
+    are all known, shape (batch,)."""
+    lengths = batch.lengths("response_mask")
+    values = np.zeros((len(batch), lengths.max(initial=0)))
+    is_known = np.ones(len(batch), dtype=bool)
+    for row, (ends, of_turn) in enumerate(zip(batch.list("turn_ends"), batch.list("turn_values"), strict=True)):
+        is_known[row] = None not in of_turn
+        if is_known[row]:
+            # the environment's tokens after the last turn belong to none
+            of_token = np.searchsorted(ends, np.arange(lengths[row]), side="right").clip(max=len(of_turn) - 1)
+            values[row, : lengths[row]] = np.array(of_turn)[of_token]
+    return torch.from_numpy(values), torch.from_numpy(is_known)
+
+
 def _doubles(batch: TrajectoryBatch, name: str) -> torch.Tensor:
     return torch.from_numpy(batch.numpy(name).astype(np.float64))
 
@@ -375,6 +393,7 @@ ADVANTAGES = RowsStage(
         "select": (),
         "score": ("score", "reward_parts", "reward_error", "token_scores"),
         "greedy_baseline": ("greedy_score", "greedy_tokens"),
+        "turn_values": ("turn_values",),
         "old_log_probs": ("old_log_probs", "entropy", "sum_pi_squared"),
         "ref_log_probs": ("ref_log_probs",),
         "teacher_log_probs": ("teacher_log_probs",),

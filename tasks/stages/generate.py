@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
@@ -39,6 +39,9 @@ from ratchet.tasks.curriculum import solve_rates
 from ratchet.tasks.experience_replay import draw_experience
 from ratchet.tasks.stage import RowsStage, Until
 from ratchet.tasks.stages.score import ScoreSummary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FIRST_TURN_CLIP_RATIO = "rollout/first_turn_clip_ratio"
 
@@ -301,7 +304,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
     talks, assigned = prompts.partner is not None, context.call.weights
     assert assigned is not None, "the rollout has weights"
     if prompts.partner is not None:
-        _check_errors(context.call, dialogues, prompts.partner)
+        check_errors(context.call, dialogues, prompts.partner)
     columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
     for place, trajectory in enumerate(dialogues):
         # trajectories are in the order of the prompts, `n` of each
@@ -310,8 +313,6 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
         text, ids = _encoded(context, prompts, row)
         for branch, dialogue in enumerate(trajectory.conversations):
             has_own_prompt = dialogue is not trajectory
-            # the environment has not rewarded the turns that it has not answered
-            unanswered = len(dialogue.turn_ends) - dialogue.answered
             values = {
                 "trajectory_id": dialogue.request.trajectory_id,
                 "prompt_id": _prompt_id(context, number),
@@ -336,19 +337,32 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "replayed_from": trajectory.replayed_from,
                 "by_expert": trajectory.by_expert,
                 "token_versions": dialogue.versions if len(set(dialogue.versions)) > 1 else None,
-                "turns": dialogue.turns(tokenizer) if talks else None,
                 "rollout_error": trajectory.error,
                 "tool_error": trajectory.tool_error,
                 "environment_reward": _environment_reward(trajectory, prompts),
-                "turn_rewards": None if prompts.environment is None else [*dialogue.turn_rewards, *[0.0] * unanswered],
-                "turn_ends": dialogue.turn_ends if talks else None,
                 "branch": None if prompts.agent is None else branch,
                 "calls": None if prompts.agent is None else [asdict(call) for call in dialogue.calls],
                 "agent_parts": list(_parts(trajectory).items()) if talks else None,
+                **dict.fromkeys(("turns", "turn_ends", "turn_rewards", "turn_states")),
+                **(turn_columns(dialogue, tokenizer) if talks else {}),
             }
+            if prompts.environment is None:
+                values["turn_rewards"] = None
             for name, value in values.items():
                 columns[name].append(value)
     return TrajectoryBatch.of(columns)
+
+
+def turn_columns(dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Returns the values of a conversation's columns about turns."""
+    # the environment has not rewarded the turns that it has not answered
+    unanswered = len(dialogue.turn_ends) - dialogue.answered
+    return {
+        "turns": dialogue.turns(tokenizer),
+        "turn_ends": dialogue.turn_ends,
+        "turn_rewards": [*dialogue.turn_rewards, *[0.0] * unanswered],
+        "turn_states": dialogue.states or None,
+    }
 
 
 def _parts(trajectory: Dialogue) -> Mapping[str, float]:
@@ -363,7 +377,8 @@ def _environment_reward(trajectory: Dialogue, prompts: Prompts) -> float | None:
     return None if trajectory.result is None else trajectory.result.reward
 
 
-def _check_errors(call: Call[C], dialogues: Sequence[Dialogue], partner: EnvironmentConfig | AgentConfig) -> None:
+def check_errors(call: Call[C], dialogues: Sequence[Dialogue], partner: EnvironmentConfig | AgentConfig) -> None:
+    """Raises EnvironmentFailed if too many of a shard's environments or agents failed."""
     errors = [dialogue.error for dialogue in dialogues if dialogue.error is not None]
     if len(errors) > partner.max_error_share * len(dialogues):
         raise EnvironmentFailed(

@@ -28,6 +28,7 @@ def check_inputs(config: RunConfig) -> None:
     held_out = [] if config.validation.data is None else [config.validation.data]
     paths = (*config.data.train, *held_out)
     greedy = config.algorithm.advantage.type if config.needs_greedy_scores else None
+    played_on_by = f"algorithm.advantage {config.algorithm.advantage.type}" if config.needs_turn_values else None
     environment, agent = config.rollout.environment, config.rollout.agent
     chosen = (config.algorithm.loss, config.algorithm.advantage)
     check_all(
@@ -35,7 +36,11 @@ def check_inputs(config: RunConfig) -> None:
         partial(check_engine_args, config),
         partial(_check_server, config),
         partial(check_rewards, config.reward, greedy),
-        *([] if environment is None else [partial(check_environment, environment.name, environment.options)]),
+        *(
+            []
+            if environment is None
+            else [partial(check_environment, environment.name, environment.options, played_on_by)]
+        ),
         *([] if agent is None else [partial(check_agent, agent.name, agent.options)]),
         *(algorithm.check for algorithm in chosen if isinstance(algorithm, UserLoss | UserAdvantage)),
         partial(check_models, config),
