@@ -70,6 +70,32 @@ class Ledger:
             file.write(json.dumps(entry) + "\n")
 
 
+class Savings(Ledger):
+    """Pays the balance at the end, and nothing before."""
+
+    def step(self, turn: str, key: str) -> Observation:
+        observation = super().step(turn, key)
+        return Observation(observation.content, float(self.balance) if observation.content is None else 0.0)
+
+
+class Tally:
+    """Savings without effects, whose turns can be replayed."""
+
+    stop = tuple("aeiouAEIOU")
+    replayable = True
+
+    def __init__(self, folder: str) -> None:
+        self.answered = self.balance = 0
+
+    def reset(self, messages: Any, ground_truth: Any, extra_info: Any) -> None: ...
+
+    def step(self, turn: str) -> Observation:
+        self.answered += 1
+        self.balance += len(turn)
+        is_over = self.answered == 4
+        return Observation(None if is_over else f"{self.balance} ", float(self.balance) if is_over else 0.0)
+
+
 def entries(folder: Path, name: str) -> list[dict[str, str]]:
     """Returns what ledgers booked there: `calls` or `effects`."""
     path = folder / f"{name}.jsonl"

@@ -404,9 +404,9 @@ def _turn_values_fit(config: RunConfig) -> Iterator[str]:
         return
     advantage, judge = f"algorithm.advantage {config.algorithm.advantage.type}", config.reward.judge
     if config.rollout.agent is not None:
-        yield f"{advantage} plays on from single turns, which a rollout.agent cannot: use a rollout.environment, or gigpo"
+        yield f"{advantage} plays on from turns, which a rollout.agent cannot: use a rollout.environment, or gigpo"
     if config.algorithm.overlong_penalty is not None:
-        yield f"{advantage} does not work with algorithm.overlong_penalty, which its values leave out: remove one of them"
+        yield f"{advantage} and algorithm.overlong_penalty, which its values leave out, are both set: remove one of them"
     if judge is not None and judge.compares:
         yield (
             f"reward.judge.mode {judge.mode} compares the responses to a prompt, but {advantage} scores continuations "

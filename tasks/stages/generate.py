@@ -43,6 +43,7 @@ from ratchet.tasks.stages.score import ScoreSummary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TURN_COLUMNS = ("turns", "turn_ends", "turn_rewards", "turn_states")
 FIRST_TURN_CLIP_RATIO = "rollout/first_turn_clip_ratio"
 
 
@@ -343,10 +344,9 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "branch": None if prompts.agent is None else branch,
                 "calls": None if prompts.agent is None else [asdict(call) for call in dialogue.calls],
                 "agent_parts": list(_parts(trajectory).items()) if talks else None,
-                **dict.fromkeys(("turns", "turn_ends", "turn_rewards", "turn_states")),
-                **(turn_columns(dialogue, tokenizer) if talks else {}),
+                **(turn_columns(dialogue, tokenizer) if talks else dict.fromkeys(TURN_COLUMNS)),
             }
-            if prompts.environment is None:
+            if prompts.agent is not None:
                 values["turn_rewards"] = None
             for name, value in values.items():
                 columns[name].append(value)
@@ -354,15 +354,12 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
 
 
 def turn_columns(dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Returns the values of a conversation's columns about turns."""
+    """Returns the values of `TURN_COLUMNS` for a conversation."""
     # the environment has not rewarded the turns that it has not answered
     unanswered = len(dialogue.turn_ends) - dialogue.answered
-    return {
-        "turns": dialogue.turns(tokenizer),
-        "turn_ends": dialogue.turn_ends,
-        "turn_rewards": [*dialogue.turn_rewards, *[0.0] * unanswered],
-        "turn_states": dialogue.states or None,
-    }
+    rewards = [*dialogue.turn_rewards, *[0.0] * unanswered]
+    values = (dialogue.turns(tokenizer), dialogue.turn_ends, rewards, dialogue.states or None)
+    return dict(zip(TURN_COLUMNS, values, strict=True))
 
 
 def _parts(trajectory: Dialogue) -> Mapping[str, float]:

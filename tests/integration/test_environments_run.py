@@ -151,6 +151,70 @@ def test_each_turn_earns_what_the_environment_gave_for_it(estimator: str, start:
     assert earning > 0 and different > len(frame) / 2, "not only the last turns"
 
 
+@pytest.mark.parametrize("environment", ["Tally", "Savings"])
+def test_turns_are_valued_by_playing_on_from_them(environment: str, start: Any, processes: Processes) -> None:
+    """A replayable environment and a durable one, which pay at the end what was saved since the beginning."""
+    folder = processes.folder / "books"
+    settings: dict[str, Any] = {
+        "rollout__environment": {"name": f"tests.environments:{environment}", "options": {"folder": str(folder)}},
+        "rollout__continuations": 12,
+        "algorithm__advantage": {"type": "vine_ppo", "whiten": False},
+        "algorithm__kl__in_reward": None,
+        "validation": {},
+        "train__iterations": 1,
+    }
+    config, killed = start("mc", Fault("put", "trajectories/turn_values/.*part-00001", "before"), **settings)
+    assert killed.wait() == -signal.SIGKILL, killed.text
+    _, resumed = start("mc", **settings)
+    assert resumed.wait() == 0, resumed.text
+    again = {(stage, shard) for stage, _, shard in resumed.computed_shards}
+    assert not {stage for stage, _ in again} & {"generate", "score"}
+    assert ("turn_values", 0) not in again
+    history = History.of(config)
+    history.check_sound()
+    frame = history.run.trajectories()
+    halves = []
+    for row in frame.itertuples():
+        policy = [turn["content"] for turn in row.turns if turn["role"] == "policy"]
+        saved = np.cumsum([0, *map(len, policy)])
+        others = frame[(frame["prompt_id"] == row.prompt_id) & (frame["sample"] != row.sample)]["score"]
+        returns = [list(values) for values in row.continuation_returns]
+        assert returns[0] == others.tolist()
+        assert len(returns) == len(row.turn_values) == len(policy)
+        for turn, of_state in enumerate(returns[1:], 1):
+            assert len(of_state) == 12
+            # without the tokens limit all would be paid: what is saved so far, and at least a character a turn
+            assert all(value == 0 or value >= saved[turn] + 1 for value in of_state)
+            halves.append((of_state[:6], of_state[6:]))
+        assert row.turn_values.tolist() == pytest.approx([np.mean(values) for values in returns])
+        following = [*row.turn_values[1:], 0.0]
+        expected = np.subtract(following, row.turn_values)
+        expected[-1] += row.score
+        for start_of, end, advantage in zip([0, *row.turn_ends[:-1]], row.turn_ends, expected, strict=True):
+            is_policy = row.response_mask[start_of:end] == 1
+            assert row.advantages[start_of:end][is_policy] == pytest.approx(advantage, abs=1e-4)
+    assert len({tuple(first) for first, _ in halves}) > len(halves) / 2, "states differ"
+    # means of independent halves differ by their standard error: about 95 % are within two
+    within = [
+        abs(np.mean(a) - np.mean(b)) <= 2 * np.sqrt((np.var(a, ddof=1) + np.var(b, ddof=1)) / 6) for a, b in halves
+    ]
+    assert np.mean(within) > 0.85
+    if environment == "Savings":
+        environments.check_books(folder)
+        played_on = {entry["key"].split("/")[2] for entry in environments.entries(folder, "calls")}
+        assert len([name for name in played_on if "-t01-c" in name]) == 12 * len(frame)
+    metrics = history.run.metrics()
+    assert metrics["turn_values/continuations"].tolist() == [12 * len(halves)]
+
+
+def test_an_environment_that_cannot_return_to_a_turn_is_refused(start: Any) -> None:
+    _, child = start("forgetful", algorithm__advantage="vine_ppo")
+    assert child.wait() == 2, child.text
+    assert (
+        "cannot return to the state after a turn, as algorithm.advantage vine_ppo needs: set replayable" in child.text
+    )
+
+
 def check_turns(frame: pd.DataFrame) -> None:
     for row in frame.itertuples():
         assert "".join(turn["content"] for turn in row.turns) == row.response

@@ -35,6 +35,7 @@ from ratchet.rlhf.algorithms.advantages import (
     ReinforcePlusPlusBaseline,
     ReMax,
     TurnGAE,
+    VinePPO,
 )
 from ratchet.rlhf.algorithms.base import Algorithm
 from ratchet.rlhf.algorithms.distillation import Distillation
@@ -295,6 +296,21 @@ def test_turn_gae_by_hand() -> None:
     assert torch.equal(again, returns)
 
 
+def test_vine_ppo_by_hand() -> None:
+    """The turns' rewards and values are those of the test above; the advantages of each trajectory add up to its score
+    less the value of its prompt."""
+    values = tensor([2, 77, 4, 77, 6], [1, 77, 77, 5, 77])
+    advantages, returns = VinePPO(whiten=False)(TURN_REWARDS, TURN_MASK, turn_values=values, turns=TURNS)
+    assert torch.equal(advantages, tensor([3, 0, 4, 4, -2], [3, 3, 0, -2, 0]))
+    assert torch.equal(returns, tensor([5, 0, 8, 8, 4], [4, 4, 0, 3, 0]))
+    whitened, again = VinePPO()(TURN_REWARDS, TURN_MASK, turn_values=values, turns=TURNS)
+    plain = advantages[TURN_MASK > 0].tolist()
+    deviation = (statistics.variance(plain) + 1e-8) ** 0.5
+    expected = (advantages - statistics.mean(plain)) / deviation * TURN_MASK
+    torch.testing.assert_close(whitened, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(again, returns)
+
+
 @properties
 @given(batches())
 def test_turn_gae_of_turns_of_one_token_is_gae(batch: Batch) -> None:
@@ -393,7 +409,7 @@ def test_gdpo_compares_each_part_in_its_group() -> None:
 def test_a_batch_without_a_token_has_no_advantage() -> None:
     nothing = torch.zeros(2, 3).double()
     for kind in members(Advantage):
-        columns = ("token_rewards", "mask", "values", "entropy", "old_log_probs", "sum_pi_squared")
+        columns = ("token_rewards", "mask", "values", "entropy", "old_log_probs", "sum_pi_squared", "turn_values")
         batch = dict.fromkeys(columns, nothing)
         batch |= {"group_ids": torch.tensor([0, 0]), "greedy_scores": tensor(1, 2), "part": tensor(1, 2)}
         batch |= dict.fromkeys(("turns", "states"), nothing.long())
