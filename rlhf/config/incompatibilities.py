@@ -406,7 +406,7 @@ def _turn_values_fit(config: RunConfig) -> Iterator[str]:
     if config.rollout.agent is not None:
         yield f"{advantage} plays on from turns, which a rollout.agent cannot: use a rollout.environment, or gigpo"
     if config.algorithm.overlong_penalty is not None:
-        yield f"{advantage} and algorithm.overlong_penalty, which its values leave out, are both set: remove one of them"
+        yield f"{advantage} and algorithm.overlong_penalty, which its values leave out, are both set: remove one"
     if judge is not None and judge.compares:
         yield (
             f"reward.judge.mode {judge.mode} compares the responses to a prompt, but {advantage} scores continuations "

@@ -111,8 +111,8 @@ def turn_values(context: Context[TurnValuesConfig]) -> ShardOutput[TurnValuesSum
         returns[row].append([float(score - before[row][turn]) for score in of_state if score is not None])
     columns = {
         "trajectory_id": batch.array("trajectory_id"),
-        "continuation_returns": [of_turns[: max(count, 1)] for of_turns, count in zip(returns, turns, strict=True)],
         "turn_values": [[float(np.mean(values)) if values else None for values in of_turns] for of_turns in returns],
+        "continuation_returns": [of_turns[: max(count, 1)] for of_turns, count in zip(returns, turns, strict=True)],
     }
     summary = TurnValuesSummary(
         continuations=len(played),
