@@ -225,6 +225,14 @@ TRAJECTORY = TrajectorySchema(
             null="there is no rollout.environment",
         ),
         Column(
+            "turn_starts",
+            _TOKENS,
+            "generate",
+            "position in the response of the first token of each turn of the policy",
+            "tokens",
+            null="there is neither a rollout.environment nor a rollout.agent",
+        ),
+        Column(
             "turn_ends",
             _TOKENS,
             "generate",

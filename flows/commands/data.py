@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ratchet.flows.commands.console import console
-from ratchet.flows.commands.options import make_folder
+from ratchet.flows.commands.options import DEFAULT_STORE, Name, Store, make_folder, url_of
 from ratchet.rlhf.errors import UserError, counted, in_one_line
 
 data = typer.Typer(help="Write prompt datasets.", no_args_is_help=True)
@@ -57,6 +57,34 @@ def countdown(
     if sft_per_problem:
         pq.write_table(game.sft_rows(training, seed=seed, per_problem=sft_per_problem), output / "sft.parquet")
     console.print(f"{len(training)} training and {len(held_out)} held-out problems in {output}")
+
+
+@data.command()
+def prefixes(
+    name: Name,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="the file to write, OUT.jsonl")],
+    trajectory: Annotated[str, typer.Option(help="the trajectory to continue, such as it000007-p00012-s03")],
+    turn: Annotated[
+        int | None, typer.Option(help="turns of the policy to keep; by default one prompt for each number", min=1)
+    ] = None,
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Turns of a stored trajectory as prompts: a fork or an evaluation with them continues it from there.
+
+    `rollout.n` is the number of continuations. The kept turns are read and not learned; a durable environment is
+    restored to the state after them, another one replays them.
+    """
+    import json
+
+    from ratchet.infra.runs.run import open_run
+    from ratchet.infra.runs.turn_prefixes import turn_prefixes
+
+    if output.suffix != ".jsonl":
+        raise UserError(f"data prefixes: {output} should end in .jsonl")
+    rows = turn_prefixes(open_run(url_of(name, store)), trajectory, turn)
+    make_folder(output.parent)
+    output.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    console.print(f"{counted(len(rows), 'prompt')} in {output}", markup=False)
 
 
 Source = Annotated[

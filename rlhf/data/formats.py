@@ -49,8 +49,8 @@ UNSEEN = frozenset(("functions", "documents", "tool_calls", "function_call", "re
 """Columns that others show to a model, and that are no part of a prompt here."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of messages that hold what was thought before the content."""
-LAYOUT = ("data_source", "prompt", "ability", "reward_model", "extra_info")
-"""The columns of verl's layout."""
+LAYOUT = ("data_source", "prompt", "ability", "reward_model", "extra_info", "continues")
+"""The columns of verl's layout, and the turns that `ratchet data prefixes` writes."""
 _FORMULA = re.compile(r"(?<!\\)(\$\$?)(?!\$).+?(?<!\\)\1|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 CALLS = 'a list of {"function": {"name": ..., "arguments": {...}}}'
 """The form of `tool_calls`, for errors."""

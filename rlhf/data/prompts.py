@@ -53,6 +53,9 @@ class Prompt:
     """JSON; includes the row's columns that have no other place, and its tools."""
     tools: Tools = ()
     """The functions that the policy may call, as the chat template describes them."""
+    continues: str | None = None
+    """The turns of a stored trajectory with which the prompt's trajectories begin, as JSON: their tokens `ids`, for
+    each turn `turn_starts`, `turn_ends`, `turn_rewards` and, of a durable environment, `states`; null: there are none."""
     style: str | None = field(default=None, compare=False)
     """`reward_model.style`, if it names a reward."""
     is_text: bool = field(default=False, compare=False)
@@ -478,6 +481,7 @@ def _prompt(row: Mapping[str, Any], where: str, source: str) -> Prompt:
         ground_truth_is_json=not (truth is None or isinstance(truth, str)),
         extra_info=json.dumps(extra, default=str),
         tools=question.tools,
+        continues=None if row.get("continues") is None else json.dumps(row["continues"]),
         style=style,
         is_text=question.is_text,
         where=where,

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratchet.rlhf.data.chat_turns import CONTENT, around_content, render_contents, text_ids, token_ids
@@ -51,6 +50,8 @@ JOURNALED = (
 """The fields of a trajectory that a journal stores."""
 OF_TOKENS = ("ids", "log_probs", "mask", "versions")
 """Those with one entry per token."""
+CONTINUED = ("turn_starts", "turn_ends", "turn_rewards")
+"""Those with one entry per turn, which a trajectory that continues another one has of it."""
 CALL_ID = "000000000"
 """Id of a tool call for chat templates that require one, such as Mistral's, with nine characters."""
 
@@ -279,20 +280,6 @@ class Dialogue:
     def turns(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
         """Returns the turns as messages with the roles `policy` and `environment`, which alternate."""
         return [{"role": role, "content": response_text(tokens, tokenizer)} for role, tokens in self._turns]
-
-
-def turn_starts(mask: Sequence[int], turn_ends: Sequence[int]) -> list[int]:
-    """Finds where the turns of the policy begin in a stored response.
-
-    Args:
-        mask: 1 for tokens of the policy, one per token.
-        turn_ends: position after the last token of each turn.
-    """
-    starts = [0]
-    for before, end in pairwise(turn_ends):
-        # a turn without tokens begins where it ends
-        starts.append(next((place for place in range(before, end) if mask[place]), end))
-    return starts[: len(turn_ends)]
 
 
 def joined(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

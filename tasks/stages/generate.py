@@ -28,10 +28,11 @@ from ratchet.rlhf.config import DynamicSamplingConfig, RunConfig
 from ratchet.rlhf.config.engines import RolloutEngine
 from ratchet.rlhf.config.sections import AgentConfig, DrawingConfig, EnvironmentConfig, PromptConfig, SamplingConfig
 from ratchet.rlhf.data.formats import tools_column
-from ratchet.rlhf.data.prompts import PromptDataset, encode
+from ratchet.rlhf.data.prompts import Prompt, PromptDataset, encode
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.environments.dialogues import Beginning, Dialogue
+from ratchet.rlhf.environments.dialogues import CONTINUED, Beginning, Dialogue
 from ratchet.rlhf.environments.environment import EnvironmentFailed
+from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
@@ -43,7 +44,7 @@ from ratchet.tasks.stages.score import ScoreSummary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TURN_COLUMNS = ("turns", "turn_ends", "turn_rewards", "turn_states")
+TURN_COLUMNS = ("turns", "turn_starts", "turn_ends", "turn_rewards", "turn_states")
 FIRST_TURN_CLIP_RATIO = "rollout/first_turn_clip_ratio"
 
 
@@ -252,6 +253,8 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
                 messages, prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info, prompt.tools
             )
             dialogue = Dialogue(request, beginning)
+            if prompt.continues is not None:
+                dialogue = Dialogue.continuing(request, beginning, _continued(context, prompts, prompt))
             if sample < len(answers):
                 _repeat(dialogue, answers[sample])
             dialogues.append(dialogue)
@@ -276,6 +279,32 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
         on_error=environment.on_error,
     )
     return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns))
+
+
+def _continued(context: Context[C], prompts: Prompts, prompt: Prompt) -> dict[str, Any]:
+    """Returns the stored turns with which a prompt's trajectories begin, whose tokens count as the environment's.
+
+    Raises UserError if there is no room for more turns, or no environment that can be brought to the state after them.
+    """
+    assert prompt.continues is not None
+    prefix, assigned = json.loads(prompt.continues), context.call.weights
+    count, kept = len(prefix["ids"]), len(prefix["turn_ends"])
+    if prompts.environment is None:
+        raise UserError(f"{prompt.where}: continues a trajectory with an environment: set rollout.environment")
+    if kept >= prompts.max_turns:
+        raise UserError(
+            f"{prompt.where}: continues after {kept} turns, and rollout.environment.max_turns is {prompts.max_turns}: "
+            "raise it"
+        )
+    if count >= prompts.sampling.max_tokens:
+        raise UserError(
+            f"{prompt.where}: continues after {count} tokens, and rollout.max_response_tokens, which counts them, is "
+            f"{prompts.sampling.max_tokens}: raise it"
+        )
+    assert assigned is not None, "the rollout has weights"
+    fields = ("ids", "states", *CONTINUED)
+    nothing = {"log_probs": [0.0] * count, "mask": [0] * count, "versions": [assigned.version] * count}
+    return {name: prefix[name] for name in fields} | nothing
 
 
 def _repeat(dialogue: Dialogue, answer: ReplayedAnswer) -> None:
@@ -358,8 +387,8 @@ def turn_columns(dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> dict
     # the environment has not rewarded the turns that it has not answered
     unanswered = len(dialogue.turn_ends) - dialogue.answered
     rewards = [*dialogue.turn_rewards, *[0.0] * unanswered]
-    values = (dialogue.turns(tokenizer), dialogue.turn_ends, rewards, dialogue.states or None)
-    return dict(zip(TURN_COLUMNS, values, strict=True))
+    turns, states = dialogue.turns(tokenizer), dialogue.states or None
+    return dict(zip(TURN_COLUMNS, (turns, dialogue.turn_starts, dialogue.turn_ends, rewards, states), strict=True))
 
 
 def _parts(trajectory: Dialogue) -> Mapping[str, float]:

@@ -20,7 +20,7 @@ from ratchet.rlhf.config.engines import RolloutEngine
 from ratchet.rlhf.config.sections import EnvironmentConfig, RewardConfig, SamplingConfig
 from ratchet.rlhf.data.prompts import stored_chat
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.environments.dialogues import Beginning, Dialogue, turn_starts
+from ratchet.rlhf.environments.dialogues import CONTINUED, Beginning, Dialogue
 from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
@@ -83,17 +83,14 @@ def begin(context: Context[TurnValuesConfig]) -> ShardStart:
 
 def _prefix(row: Mapping[str, Any], turn: int) -> dict[str, Any]:
     """Returns a stored trajectory up to where a turn begins; see `Dialogue.continuing`."""
-    starts = turn_starts(row["response_mask"], row["turn_ends"])
-    end = starts[turn]
+    end = row["turn_starts"][turn]
     return {
         "ids": row["response_ids"][:end],
         "log_probs": row["rollout_log_probs"][:end],
         "mask": row["response_mask"][:end],
         "versions": (row["token_versions"] or [row["policy_version"]] * end)[:end],
-        "turn_starts": starts[:turn],
-        "turn_ends": row["turn_ends"][:turn],
-        "turn_rewards": row["turn_rewards"][:turn],
         "states": (row["turn_states"] or [])[:turn],
+        **{name: row[name][:turn] for name in CONTINUED},
     }
 
 
@@ -199,8 +196,7 @@ TURN_VALUES = RowsStage(
             "policy_version",
             "token_versions",
             "rollout_error",
-            "turn_ends",
-            "turn_rewards",
+            *CONTINUED,
             "turn_states",
         ),
         "select": (),

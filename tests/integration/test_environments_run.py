@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,42 @@ def test_turns_are_valued_by_playing_on_from_them(environment: str, start: Any, 
         assert len([name for name in played_on if "-t01-c" in name]) == 12 * len(frame)
     metrics = history.run.metrics()
     assert metrics["turn_values/continuations"].tolist() == [12 * len(halves)]
+
+
+@pytest.mark.parametrize("environment", ["Tally", "Savings"])
+def test_a_stored_trajectory_is_continued_from_a_turn(environment: str, start: Any, processes: Processes) -> None:
+    """By a fork that draws eight continuations of the same two turns, and learns from nothing before them."""
+    named = {"name": f"tests.environments:{environment}", "options": {"folder": str(processes.folder / "books")}}
+    settings: dict[str, Any] = {"rollout__environment": named, "validation": {}, "train__iterations": 1}
+    config, trained = start("saver", **settings)
+    assert trained.wait() == 0, trained.text
+    frame = History.of(config).run.trajectories()
+    row = next(row for row in frame.itertuples() if len(row.turn_ends) == 4)
+    store, prompts = config.run.store, processes.folder / "prompts.jsonl"
+    ratchet = partial(processes.cli, "data", "prefixes", "saver", prompts, "--store", store)
+    written = ratchet("--trajectory", row.trajectory_id, "--turn", 2)
+    assert written.wait() == 0, written.text
+    beyond = ratchet("--trajectory", row.trajectory_id, "--turn", 4)
+    assert beyond.wait() == 2 and "has 4 turns of the policy: keep 1 to 3 of them (--turn)" in beyond.text
+    changes = [f"data.train={prompts}", "data.prompts_per_iteration=1", "rollout.n=8", "train.iterations=1"]
+    forked = processes.cli("fork", "saver", "--at", "0", "--run", "from-turn", "--store", store, *changes)
+    assert forked.wait() == 0, forked.text
+    child = processes.cli("train", "--run", "from-turn", "--store", store)
+    assert child.wait() == 0, child.text
+    history = History.of(config.with_values({"run.name": "from-turn"}))
+    history.check_sound()
+    continued, end = history.run.trajectories(), row.turn_starts[2]
+    assert len(continued) == 8
+    saved = sum(len(turn["content"]) for turn in row.turns[:3:2])
+    for other in continued.itertuples():
+        assert other.prompt_ids.tolist() == row.prompt_ids.tolist()
+        assert other.response_ids[:end].tolist() == row.response_ids[:end].tolist()
+        assert not other.loss_mask[:end].any() and other.response_mask[end] == 1
+        assert list(other.turns[:4]) == list(row.turns[:4])
+        assert other.score == 0 or other.score >= saved
+    assert continued["response"].nunique() > 4, "each is drawn anew"
+    if environment == "Savings":
+        environments.check_books(processes.folder / "books")
 
 
 def test_an_environment_that_cannot_return_to_a_turn_is_refused(start: Any) -> None:

@@ -1,0 +1,84 @@
+"""Prompts that continue stored trajectories after one of their turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ratchet.infra.runs.run import Run
+from ratchet.rlhf.data.prompts import original, stored_chat, structures
+from ratchet.rlhf.environments.dialogues import CONTINUED
+from ratchet.rlhf.errors import UserError
+
+COLUMNS = (
+    "trajectory_id",
+    "data_source",
+    "messages",
+    "tools",
+    "prompt_is_text",
+    "ground_truth",
+    "ground_truth_is_json",
+    "extra_info",
+    "response_ids",
+    *CONTINUED,
+    "turn_states",
+)
+
+
+def turn_prefixes(run: Run, trajectory_id: str, turn: int | None) -> list[dict[str, Any]]:
+    """Returns rows of a prompt dataset whose prompts are continued after stored turns, with the stored tokens.
+
+    Args:
+        trajectory_id: a trajectory of the run.
+        turn: number of the policy's turns to keep; None: one row for each number that leaves a turn to write.
+
+    Returns:
+        Rows with a prompt, a ground truth and `extra_info` as in the run's dataset, and `continues`: a trajectory up to
+        the end of the environment's answer to that turn, which `Prompt.continues` describes.
+
+    Raises:
+        UserError: the trajectory is not there, has no turns, or fewer than `turn`.
+    """
+    row = _row(run, trajectory_id)
+    if run.config.rollout.environment is None or row["turn_ends"] is None:
+        raise UserError(f"{run.store.url} has no rollout.environment: only turns with an environment can be continued")
+    most = len(row["turn_ends"]) - 1
+    if turn is not None and not 1 <= turn <= most:
+        raise UserError(
+            f"{trajectory_id} has {most + 1} turns of the policy: keep 1 to {most} of them (--turn)"
+            if most
+            else f"{trajectory_id} has one turn of the policy: there is nothing between turns to continue from"
+        )
+    return list(_rows(run, row, range(1, most + 1) if turn is None else [turn]))
+
+
+def _row(run: Run, trajectory_id: str) -> Mapping[str, Any]:
+    iteration = trajectory_id[2:8]
+    frame = run.trajectories(int(iteration), columns=COLUMNS) if iteration.isdecimal() else None
+    rows = [] if frame is None else frame[frame["trajectory_id"] == trajectory_id].to_dict("records")
+    if not rows:
+        raise UserError(f"{run.store.url} has no trajectory {trajectory_id}: `ratchet show` lists them")
+    # pandas has arrays, and NaN for null
+    return {name: _plain(value) for name, value in rows[0].items()}
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return None if isinstance(value, float) and value != value else value
+
+
+def _rows(run: Run, row: Mapping[str, Any], turns: Any) -> Iterator[dict[str, Any]]:
+    chat = stored_chat(row["messages"], row["tools"])
+    truth, extra = structures(row["ground_truth"], row["ground_truth_is_json"], row["extra_info"])
+    for turn in turns:
+        end = row["turn_starts"][turn]
+        prefix = {name: row[name][:turn] for name in CONTINUED} | {"states": (row["turn_states"] or [])[:turn]}
+        yield {
+            "data_source": row["data_source"],
+            "prompt": original(row["messages"], row["prompt_is_text"]),
+            **({"tools": list(chat.tools)} if chat.tools else {}),
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": extra,
+            "continues": {"trajectory_id": row["trajectory_id"], "ids": row["response_ids"][:end], **prefix},
+        }
