@@ -226,7 +226,7 @@ def test_a_stored_trajectory_is_continued_from_a_turn(environment: str, start: A
     changes = [f"data.train={prompts}", "data.prompts_per_iteration=1", "rollout.n=8", "train.iterations=1"]
     forked = processes.cli("fork", "saver", "--at", "0", "--run", "from-turn", "--store", store, *changes)
     assert forked.wait() == 0, forked.text
-    child = processes.cli("train", "--run", "from-turn", "--store", store)
+    child = processes.cli("resume", "from-turn", "--store", store)
     assert child.wait() == 0, child.text
     history = History.of(config.with_values({"run.name": "from-turn"}))
     history.check_sound()
