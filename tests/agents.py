@@ -47,14 +47,14 @@ def broken(task: Any, base_url: str, api_key: str, model: str) -> float:
 
 
 def remembers(task: Any, base_url: str, api_key: str, model: str, diary: str = "") -> float:
-    """Takes three turns; edits its history before the third, and writes each answer into a file."""
+    """Takes three turns; edits its history before the third, and writes each answer and the key into a file."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = [*task["messages"], {"role": "user", "content": str(task["ground_truth"])}]
     letters = 0
     for turn in range(3):
         answer = client.chat.completions.create(model=model, messages=messages, max_tokens=6).choices[0].message
         with Path(diary).open("a") as file:
-            file.write(json.dumps([messages, answer.content]) + "\n")
+            file.write(json.dumps([messages, answer.content, task["key"]]) + "\n")
         letters += sum(map(str.isalpha, answer.content or ""))
         messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "more"}]
         if turn == 1:

@@ -87,9 +87,9 @@ class _RowLog:
 class CallLog:
     """A log of the endpoint's answers."""
 
-    def __init__(self, write: Callable[[pa.Table], None]) -> None:
-        """Takes a function that stores a table with the columns `CALLS`."""
-        self._rows = _RowLog(write, CALLS)
+    def __init__(self, write: Callable[[pa.Table], None], run: str = "") -> None:
+        """Takes a function that stores a table with the columns `CALLS`, and what `Recorder.run` returns."""
+        self._rows, self.run = _RowLog(write, CALLS), run
 
     async def record(self, answer: Recorded) -> None:
         """Stores an answer durably; see `Recorder.record`."""

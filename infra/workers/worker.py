@@ -177,7 +177,7 @@ class Worker:
         return self.rollouts.begin(request, context, self._inputs.journaled(call), records=records)
 
     def _call_log(self, stage: str, iteration: int) -> CallLog:
-        return CallLog(partial(self.store.write_calls, iteration, stage, self.term))
+        return CallLog(partial(self.store.write_calls, iteration, stage, self.term), f"{self._run_uuid}/{stage}")
 
     def _turn_log(self, stage: str, iteration: int) -> TurnLog:
         term = self.term

@@ -12,7 +12,7 @@ from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent import KEY, AgentFailed, Program
 from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.protocol import MODEL
-from ratchet.rlhf.agents.sessions import Policy, Recorded, Session, SessionLimits
+from ratchet.rlhf.agents.sessions import Policy, Recorded, Recorder, Session, SessionLimits
 from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.environments.dialogues import Dialogue, Result
@@ -62,7 +62,7 @@ class AgentCalls:
         limits = SessionLimits(self._context, policy.sampling.max_tokens, self._max_calls)
         session = Session(dialogue, policy, limits, recorded, fatal=fatal)
         base_url, key = await self._gateway.open(session)
-        running = asyncio.ensure_future(self._returned(dialogue, base_url, key))
+        running = asyncio.ensure_future(self._returned(dialogue, base_url, key, policy.recorder))
         try:
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:
@@ -109,7 +109,7 @@ class AgentCalls:
         dialogue.branches, dialogue.result = branches, result
         dialogue.finish_reason = session.limit or "stop"
 
-    async def _returned(self, dialogue: Dialogue, base_url: str, api_key: str) -> Any:
+    async def _returned(self, dialogue: Dialogue, base_url: str, api_key: str, recorder: Recorder | None) -> Any:
         """Returns the program's result. Raises `Raised`."""
         beginning = dialogue.beginning
         assert beginning is not None, "a trajectory of an agent has a beginning"
@@ -119,6 +119,8 @@ class AgentCalls:
             "tools": list(beginning.tools),
             "ground_truth": truth,
             "extra_info": extra,
+            # after a crash the program runs again: with the same key, and the same answers of the policy
+            "key": f"{'' if recorder is None else recorder.run}/{dialogue.request.trajectory_id}",
         }
 
         def call() -> Any:

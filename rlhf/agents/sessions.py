@@ -59,6 +59,10 @@ class Recorded:
 class Recorder(Protocol):
     """Stores answers."""
 
+    @property
+    def run(self) -> str:
+        """The run and the stage, as no other run names its own; empty for callers outside of a run."""
+
     async def record(self, answer: Recorded) -> None:
         """Stores an answer durably: when this returns, a crash does not lose it."""
 

@@ -58,8 +58,8 @@ def other_program(config: RunConfig) -> dict[str, Any]:
     return {"name": "tests.agents:remembers", "options": options, "on_error": "fail"}
 
 
-def diary_of(config: RunConfig) -> list[tuple[Any, str]]:
-    """What the programs asked, and what they were answered, in the order of the answers."""
+def diary_of(config: RunConfig) -> list[tuple[Any, str, str]]:
+    """What the programs asked, and what they were answered, in the order of the answers; and the programs' keys."""
     assert config.rollout.agent is not None
     return [json.loads(line) for line in Path(config.rollout.agent.options["diary"]).read_text().splitlines()]
 
@@ -154,16 +154,19 @@ def test_an_answer_that_a_program_got_is_never_asked_for_again(start: Any) -> No
     ]
     assert sum(given_again) == recorded, "every stored answer is in the rows, as it was stored"
     whole = diary_of(config)
-    asked = {json.dumps(messages): set[str]() for messages, _ in whole}
+    asked = {json.dumps(messages): set[str]() for messages, _, _ in whole}
     stored = answers_of(history)
-    for _, answer in first:
+    for _, answer, _ in first:
         assert stored[answer], f"{answer!r} was given to a program, and no row has it"
     assert sum(stored.values()) == 2 * 8 * 3
-    for messages, answer in whole:
+    for messages, answer, _ in whole:
         asked[json.dumps(messages)].add(answer)
+    keys = Counter(key for _, _, key in whole)
+    assert {key.rpartition("/")[2] for key in keys} == {row[:22] for row in frame["trajectory_id"]}
+    assert len(keys) == 2 * 8 and max(keys.values()) > 3, "a program that ran again had its key again"
     # the two trajectories of a prompt ask the same at first, in each of two iterations
     assert all(len(answers) <= 4 for answers in asked.values())
-    assert set(stored) == {answer for _, answer in whole}, "no program got an answer that is not in the rows"
+    assert set(stored) == {answer for _, answer, _ in whole}, "no program got an answer that is not in the rows"
 
 
 def test_programs_that_fail_and_budgets_that_end_are_told(start: Any, processes: Processes) -> None:
