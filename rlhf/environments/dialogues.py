@@ -228,6 +228,11 @@ class Dialogue:
         self.take_back(Dialogue(self.request))
         self.attempt, self.stored = attempt, 0
 
+    def answered_by(self, reward: float, *parts: Mapping[str, float]) -> None:
+        """Adds the environment's reward for the policy's last turn, and the named numbers of its observations."""
+        self.turn_rewards.append(float(reward))
+        self.parts += [{"name": name, "value": float(value)} for part in parts for name, value in part.items()]
+
     def heard(self, ids: Sequence[int]) -> None:
         """Appends tokens of the environment."""
         self.ids += ids
