@@ -17,7 +17,7 @@ from tests.environments import entries
 from tests.extras import needs
 from tests.harbor_tasks import task
 from tests.history import History
-from tests.processes import Child, Processes
+from tests.processes import Child, Fault, Processes
 
 SIZE = "mkdir -p /logs/verifier; stat -c %s /app/ledger > /logs/verifier/reward.txt"
 KILLS = {"asked": [3], "answered": [9], "rewarded": [2]}
@@ -30,7 +30,7 @@ def train(workspace: Path, processes: Processes) -> Any:
     for name in ("count", "more"):
         task(folder / name, test=SIZE, instruction=f"{name}: write letters.")
 
-    def train(name: str, environment: dict[str, Any], **changes: Any) -> tuple[RunConfig, Child]:
+    def train(name: str, environment: dict[str, Any], *faults: Fault) -> tuple[RunConfig, Child]:
         config = tiny.config(
             workspace,
             run__name=name,
@@ -42,11 +42,10 @@ def train(workspace: Path, processes: Processes) -> Any:
             rollout__prompts_per_shard=1,
             reward={"function": None},
             train__iterations=1,
-            **changes,
         )
         path = processes.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-        return config, processes.cli("train", path)
+        return config, processes.cli("train", path, faults=faults)
 
     return train
 
@@ -88,13 +87,17 @@ def test_a_killed_run_repeats_no_command_whose_output_it_has(train: Any, process
 @needs("bubblewrap")
 def test_another_task_is_another_run(train: Any, processes: Processes) -> None:
     harbor = {"name": "harbor", "options": {"commands": "blocks"}}
+    _, killed = train("plain", harbor, Fault("put", "trajectories/generate/iteration=000000/.*part-00001", "before"))
+    assert killed.wait() == -signal.SIGKILL, killed.text
+    instruction = processes.folder / "chores" / "more" / "instruction.md"
+    before = instruction.read_text()
+    instruction.write_text("other")
+    _, refused = train("plain", harbor)
+    assert refused.wait() == 2 and "changed" in refused.text, refused.text
+    instruction.write_text(before)
     config, child = train("plain", harbor)
     assert child.wait() == 0, child.text
     frame = History.of(config).run.trajectories()
     # a policy of random weights writes no block of Bash, so the script finds no file, and gives no reward
     assert (frame["environment_reward"] == 0).all() and set(frame["data_source"]) == {"chores"}
     assert frame["tool_error"].str.contains("wrote no reward").any()
-    (processes.folder / "chores" / "more" / "instruction.md").write_text("other")
-    path = processes.folder / "plain.yaml"
-    refused = processes.cli("train", path, "train.iterations=2")
-    assert refused.wait() == 2 and "changed" in refused.text, refused.text
