@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ratchet.rlhf.errors import RatchetError, UserError, in_one_line
 
 if TYPE_CHECKING:
-    from websockets.sync.client import ClientConnection
+    from websockets.sync.connection import Connection
 
 KEY = "rollout.environment"
 PREFIX = "openenv:"
@@ -75,9 +75,7 @@ class _NoAction(Exception):
     """The policy's answer is no action of the environment."""
 
 
-def _answered(
-    connection: ClientConnection, kind: str, data: Mapping[str, Any] | None, seconds: float
-) -> dict[str, Any]:
+def _answered(connection: Connection, kind: str, data: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
     """Returns the server's answer to a message.
 
     Raises:

@@ -59,7 +59,7 @@ class Environment:
         commands: Literal["tools", "blocks"] = "tools",
         seconds: float = 30.0,
         memory_mb: int = 2048,
-        output_chars: int = 8000,
+        output_bytes: int = 8000,
         skip_run: bool = False,
         snapshots: str | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Environment:
             commands: ``tools``: calls of the tool `shell`; ``blocks``: the last block of Bash in the turn.
             seconds: time limit of a command.
             memory_mb: largest memory of a process, whatever the task says.
-            output_chars: how much of a command's output the policy reads; the middle of a longer one is left out.
+            output_bytes: how much of a command's output the policy reads; the middle of a longer one is left out.
             skip_run: see `read_task`.
             snapshots: folder for the files of sandboxes that are not small. All machines of the rollout need it.
 
@@ -80,7 +80,7 @@ class Environment:
             raise UserError(f"commands is {commands!r}: write tools or blocks")
         check_bubblewrap("rollout.environment harbor")
         self._form, self._seconds, self._memory_mb = commands, seconds, memory_mb
-        self._output_chars, self._skip_run = output_chars, skip_run
+        self._output_bytes, self._skip_run = output_bytes, skip_run
         self._snapshots = None if snapshots is None else Path(snapshots)
         self._task: Task | None = None
         self._sandbox: Bubblewrap | None = None
@@ -133,7 +133,7 @@ class Environment:
             sandbox.exec(command, seconds=COPY_S)
         sandbox.upload(task.folder / "tests", TESTS)
         script = ["bash", f"{TESTS}/test.sh"]
-        done = sandbox.exec(script, seconds=task.verifier_seconds, env=task.verifier_env)
+        done = sandbox.exec(script, seconds=task.verifier_seconds, env=task.verifier_env, most=self._output_bytes)
         numbers = _numbers(sandbox.download(f"{LOGS}/reward.json"), sandbox.download(f"{LOGS}/reward.txt"))
         if numbers is None:
             how = "ran out of time" if done.code is None else f"ended with {done.code}"
@@ -218,13 +218,12 @@ class Environment:
 
     def _run(self, command: str) -> Finished:
         # as on a terminal, errors are part of the output
-        return self._started[1].exec(["sh", "-c", 'exec "$@" 2>&1', "sh", "bash", "-c", command], seconds=self._seconds)
+        merged = ["sh", "-c", 'exec "$@" 2>&1', "sh", "bash", "-c", command]
+        return self._started[1].exec(merged, seconds=self._seconds, most=self._output_bytes)
 
     def _shown(self, done: Finished) -> str:
         """Returns what the policy reads of a command."""
-        text, most = done.output.decode(errors="replace"), self._output_chars
-        if len(text) > most:
-            text = f"{text[: most // 2]}\n[{len(text) - most} characters are left out]\n{text[len(text) - most // 2 :]}"
+        text = done.output.decode(errors="replace")
         if done.code is None:
             return f"{text}\n[ended after {self._seconds:g} s]".lstrip()
         return text if done.code == 0 else f"{text}\n[exit code {done.code}]".lstrip()

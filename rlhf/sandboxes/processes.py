@@ -13,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from ratchet.rlhf import child_processes
-from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.errors import UserError, in_one_line
 from ratchet.rlhf.sandboxes.sandbox import Finished, Limits, Sandbox, SandboxFailed, written
 
 START_S = 2.0
@@ -36,7 +38,7 @@ _DIE_WITH_PARENT = (
 
 
 def check_bubblewrap(key: str, otherwise: str = "") -> None:
-    """Raises UserError if bubblewrap is missing.
+    """Raises UserError if bubblewrap is missing, or the system does not let it work.
 
     Args:
         key: what needs it, for the error.
@@ -47,6 +49,23 @@ def check_bubblewrap(key: str, otherwise: str = "") -> None:
             f"{key} runs programs in bubblewrap, and there is no bwrap here: install bubblewrap"
             + (f", or, {otherwise}" if otherwise else "")
         )
+    if reason := _refusal():
+        raise UserError(
+            f"{key} runs programs in bubblewrap, which does not work here ({reason}): allow user namespaces"
+            + (f", or, {otherwise}" if otherwise else "")
+        )
+
+
+@cache
+def _refusal() -> str:
+    """Runs a command in bubblewrap; returns its error, or nothing."""
+    tried = Bubblewrap(["/work"], Limits())
+    tried.start({})
+    try:
+        done = tried.exec(["true"], seconds=60.0)
+    finally:
+        tried.stop()
+    return "" if done.code == 0 else in_one_line(done.errors.decode(errors="replace")) or f"exit code {done.code}"
 
 
 class Limited(Sandbox):
@@ -78,7 +97,13 @@ class Limited(Sandbox):
         written(self.root, (*self.folders, self._begin), files)
 
     def exec(
-        self, command: Sequence[str], stdin: bytes = b"", *, seconds: float, env: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        stdin: bytes = b"",
+        *,
+        seconds: float,
+        env: Mapping[str, str] | None = None,
+        most: int | None = None,
     ) -> Finished:
         """See `Sandbox.exec`. The limit of time also counts the processor's seconds of each process."""
         limits = self._limits
@@ -101,9 +126,7 @@ class Limited(Sandbox):
                 code = None
             finally:
                 child_processes.end(process)
-            for file in (output, errors):
-                file.seek(0)
-            return Finished(code, output.read(), errors.read())
+            return Finished(code, _read(output, most), _read(errors, most))
 
     def stop(self) -> None:
         """See `Sandbox.stop`."""
@@ -167,6 +190,17 @@ class Bubblewrap(Limited):
             "--",
             *command,
         ]
+
+
+def _read(file: IO[bytes], most: int | None) -> bytes:
+    """Reads a file; with `most`, its beginning and its end."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if most is None or size <= most:
+        return file.read()
+    beginning = file.read(most // 2)
+    file.seek(size - most // 2)
+    return b"%s\n[%d bytes are left out]\n%s" % (beginning, size - 2 * (most // 2), file.read(most // 2))
 
 
 def _without_inner(folders: Sequence[str]) -> tuple[str, ...]:

@@ -60,13 +60,21 @@ class Sandbox(ABC):
 
     @abstractmethod
     def exec(
-        self, command: Sequence[str], stdin: bytes = b"", *, seconds: float, env: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        stdin: bytes = b"",
+        *,
+        seconds: float,
+        env: Mapping[str, str] | None = None,
+        most: int | None = None,
     ) -> Finished:
         """Runs a command in the first folder, and ends all of its processes.
 
         Args:
             seconds: time limit.
             env: environment variables beside the sandbox's own.
+            most: number of bytes of the output, and of the errors, to return; the middle of more is left out, and said
+                to be. None: all.
         """
 
     @abstractmethod

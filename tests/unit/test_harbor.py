@@ -117,8 +117,9 @@ def hello(tmp_path: Path) -> Iterator[Environment]:
 
 
 def said(environment: Environment, command: str) -> str:
-    [message] = environment.step(block(command), "key").content or []
-    return str(message["content"])  # type: ignore[index]
+    content = environment.step(block(command), "key").content
+    assert isinstance(content, list)
+    return str(content[0]["content"])
 
 
 @needs("bubblewrap")
@@ -129,7 +130,9 @@ def test_an_episode(hello: Environment) -> None:
     )
     assert said(hello, "cd /tmp; X=1; exit 7") == "[exit code 7]"
     assert said(hello, "pwd; echo $X") == "/app\n\n"
-    assert said(hello, "echo hello > out.txt; yes | head -c 9000").endswith("y\ny\n")
+    assert said(hello, "echo hello > out.txt; yes | head -c 9000").endswith(
+        "y\n\n[1000 bytes are left out]\ny\n" + 1999 * "y\n"
+    )
     assert hello.step("I am done.", "key") == Observation(None, 1.0)
 
 
