@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm sglang browser ceph kubernetes buildah slurm site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
+.PHONY: demo vllm sglang browser ceph kubernetes buildah bubblewrap openenv slurm site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
@@ -58,6 +58,19 @@ ifeq ($(shell command -v buildah && command -v debootstrap),)
 	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends buildah debootstrap; fi
 endif
 
+bubblewrap: ## bubblewrap for sandboxes, with apt
+ifeq ($(shell command -v bwrap),)
+	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap; fi
+endif
+
+# beside .venv, whose packages it would change
+build/openenv/installed:
+	$(PYTHON) -m venv build/openenv
+	build/openenv/bin/pip install --quiet 'openenv-core>=0.3,<0.4'
+	touch $@
+
+openenv: build/openenv/installed ## a server of OpenEnv, for the tests of its environments
+
 slurm: ## Slurm for the tests of its batch script, with apt
 ifeq ($(shell command -v slurmctld > /dev/null && command -v munged > /dev/null && command -v ip),)
 	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; fi
@@ -79,7 +92,7 @@ test-versions: ## some of them with the oldest versions that pyproject.toml take
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) -m "not slow" $(OTHERS)
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) tests/integration/test_train.py
 
-test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah slurm site-environment`
+test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah bubblewrap openenv slurm site-environment`
 	$(PYTEST) -m slow $(TESTS)
 
 test-sglang: build/sglang/installed ## those that ask a real SGLang server

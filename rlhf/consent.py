@@ -139,7 +139,7 @@ def _code_of(config: RunConfig) -> list[Code]:
                 "rollout.agent",
                 _of_package(agent.name, agent.options),
                 agent.options,
-                is_file=agent.name not in ("verifiers", "gymnasium"),
+                is_file=agent.name not in ("verifiers", "gymnasium", "openenv"),
             )
         )
     algorithms = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
@@ -166,6 +166,7 @@ def _of_package(name: str, options: Mapping[str, object]) -> str:
         return f"{environment.replace('-', '_').split('/')[-1]}:load_environment"
     if name == "gymnasium":
         return environment  # possibly as module:ID; other environments are installed
+    # openenv has a URL, whose code runs elsewhere
     return name
 
 

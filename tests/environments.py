@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from ratchet.rlhf.environments import harbor
 from ratchet.rlhf.environments.environment import Observation
 
 
@@ -180,3 +185,43 @@ class Leaves:
 
     def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
         raise SystemExit(ground_truth)
+
+
+class Typed(harbor.Environment):
+    """A task of Harbor in which each turn adds a byte to /app/ledger, and says its size. Vowels end a turn.
+
+    It notes what it is asked in a folder outside the sandbox, and kills the process at some of the notes, once each.
+    """
+
+    stop = tuple("aeiouAEIOU")
+
+    def __init__(self, folder: str, kills: Mapping[str, Sequence[int]] = MappingProxyType({}), **options: Any) -> None:
+        super().__init__(commands="blocks", **options)
+        self.folder, self.kills = Path(folder), kills
+
+    @classmethod
+    def schemas(cls, commands: str = "", **_: object) -> list[Mapping[str, Any]]:
+        return []
+
+    def commands(self, turn: str) -> list[str]:
+        return ["printf x >> ledger; stat -c %s ledger"]
+
+    def step(self, turn: str, key: str) -> Observation:
+        self._note("asked", key)
+        observation = super().step(turn, key)
+        self._note("answered", key)
+        return observation
+
+    def ended(self) -> Observation:
+        observation = super().ended()
+        self._note("rewarded", "")
+        return observation
+
+    def _note(self, event: str, key: str) -> None:
+        self.folder.mkdir(exist_ok=True)
+        with (self.folder / f"{event}.jsonl").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(json.dumps({"key": key}) + "\n")
+            file.flush()
+            if len(entries(self.folder, event)) in self.kills.get(event, ()):
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -19,7 +19,7 @@ from typing import IO
 
 import pytest
 
-from tests import ceph, image, kubernetes, sglang_server, slurm
+from tests import ceph, image, kubernetes, openenv_server, sglang_server, slurm
 
 MKDOCS = Path(__file__).parents[1] / "build" / "site-environment" / "bin" / "mkdocs"
 
@@ -63,7 +63,8 @@ EXTRAS = {
     "slurm": Extra(slurm.is_here, "make slurm"),
     "site": Extra(MKDOCS.exists, "make site-environment"),
     "chromium": Extra(lambda: chromium() is not None, "make browser"),
-    "bubblewrap": Extra(lambda: shutil.which("bwrap") is not None, "apt-get install bubblewrap"),
+    "bubblewrap": Extra(lambda: shutil.which("bwrap") is not None, "make bubblewrap"),
+    "openenv": Extra(openenv_server.PYTHON.exists, "make openenv"),
     "verifiers": Extra(_package("verifiers"), "pip install ratchet-rlhf[verifiers]"),
     "gymnasium": Extra(_package("gymnasium"), "pip install ratchet-rlhf[gymnasium]", is_extra=False),
     "trackio": Extra(_package("trackio"), "pip install ratchet-rlhf[trackio]"),

@@ -278,7 +278,7 @@ class Generator:
         """Runs the program of a trajectory."""
 
         async def generate(dialogue: Dialogue, sampling: Sampling, on_tokens: Callable[[], None]) -> None:
-            await self._policy_turn(running, dialogue, sampling, is_alone=False, on_tokens=on_tokens)
+            await self._policy_turn(running, dialogue, sampling, answers=("stop",), on_tokens=on_tokens)
 
         recorded = rules.recorded.get(running.dialogue.request.trajectory_id, ())
         policy = Policy(self.tokenizer, rules.sampling, generate, rules.recorder)
@@ -291,37 +291,51 @@ class Generator:
         if environments is not None:
             environment = await environments.of(dialogue, self.tokenizer)
             sampling = replace(sampling, stop=(*sampling.stop, *environment.stop))
-        turn, record = dialogue.unanswered_turn, rules.turns
+        is_new, turn, record = False, dialogue.unanswered_turn, rules.turns
         if turn is None:
-            await self._policy_turn(running, dialogue, sampling, is_alone=environments is None)
+            # an environment that rewards the end has to do so before the trajectory counts as complete
+            ends = () if environments is None else (("stop", "length") if environments.rewards_ends else ("stop",))
+            await self._policy_turn(running, dialogue, sampling, answers=ends)
             if dialogue.finish_reason:
                 return
-            turn = dialogue.unanswered_turn
+            is_new, turn = True, dialogue.unanswered_turn
+        assert environments is not None and turn is not None
+        if environments.rewards_ends and len(dialogue.ids) >= limit_of(dialogue.request, sampling):
+            end = await environments.ended(dialogue)
+            dialogue.answered_by(end.reward, end.parts)
+            dialogue.finish_reason = "length"
+            return
+        if is_new:
             if record is not None:  # else a crash could draw another turn after the environment has read this one
                 await record.record(dialogue)
-        elif environments is not None and environments.durable:
+        elif environments.durable:
             text = response_text(turn, self.tokenizer)
             if not await environments.is_repeatable(dialogue, text):
                 reason = f"a crash lost the environment's answer to {text[-60:]!r}, which must not be asked for again"
                 dialogue.error, dialogue.finish_reason = reason, "error"
                 return
-        assert environments is not None and turn is not None
         run = "" if record is None else record.run
         observation = await environments.step(dialogue, response_text(turn, self.tokenizer), run)
-        dialogue.turn_rewards.append(float(observation.reward))
-        dialogue.parts += [{"name": name, "value": float(value)} for name, value in observation.parts.items()]
-        dialogue.tool_error = dialogue.tool_error or observation.error
         content = observation.content
         ids = [] if content is None else content_ids(content, turn[-1], self.tokenizer)
+        reason = ""
         if content is None:
-            dialogue.finish_reason = "stop"
-        elif dialogue.answered == rules.max_turns:
-            dialogue.finish_reason = "turns"
+            reason = "stop"
+        elif dialogue.answered + 1 == rules.max_turns:
+            reason = "turns"
         elif len(dialogue.ids) + len(ids) >= limit_of(dialogue.request, sampling):
-            dialogue.finish_reason = "length"
+            reason = "length"
+        reward, parts = observation.reward, [observation.parts]
+        if reason in ("turns", "length") and environments.rewards_ends:
+            end = await environments.ended(dialogue)
+            reward, parts = reward + end.reward, [*parts, end.parts]
+        dialogue.answered_by(reward, *parts)
+        dialogue.tool_error = dialogue.tool_error or observation.error
+        if reason:
+            dialogue.finish_reason = reason
         else:
             dialogue.heard(ids)
-        if environments.durable:
+        if environments.durable and not reason:
             dialogue.states.append(await environments.snapshot(dialogue))
         if record is not None:
             await record.record(dialogue)
@@ -332,14 +346,14 @@ class Generator:
         dialogue: Dialogue,
         sampling: Sampling,
         *,
-        is_alone: bool,
+        answers: tuple[str, ...],
         on_tokens: Callable[[], None] = lambda: None,
     ) -> None:
         """Generates the rest of the policy's turn.
 
         Args:
-            is_alone: nothing answers the turn. Its last chunk then also ends the trajectory, so that no copy has one
-                without the other.
+            answers: the finish reasons of turns that something answers. The last chunk of another turn also ends the
+                trajectory, so that no copy has one without the other.
         """
 
         async def generate(engine: RolloutEngine, request: Request) -> None:
@@ -355,7 +369,7 @@ class Generator:
                     dialogue.wrote(chunk, self.version)
                     on_tokens()
                     if chunk.finish_reason is not None:
-                        if is_alone or chunk.finish_reason == "length":
+                        if chunk.finish_reason not in answers:
                             dialogue.finish_reason = chunk.finish_reason
                         return
 

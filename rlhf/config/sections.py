@@ -262,7 +262,7 @@ class DataConfig(PromptConfig, DrawingConfig):
         return self
 
 
-PACKAGES = ("verifiers", "gymnasium")
+PACKAGES = ("verifiers", "gymnasium", "openenv")
 """Packages whose environments are run by a built-in program, as agents."""
 TOOLS = "tools"
 """The environment that calls `rollout.tools` and `rollout.mcp`."""
@@ -309,8 +309,8 @@ class EnvironmentConfig(PartnerConfig):
     key: ClassVar[str] = "rollout.environment"
     noun: ClassVar[str] = "the environment"
     name: str = Field(
-        description="a built-in (calculator), package.module:Class or file.py:Class; verifiers:NAME and gymnasium:ID "
-        "run environments of these packages as rollout.agent"
+        description="a built-in (calculator, harbor), package.module:Class or file.py:Class; verifiers:NAME, "
+        "gymnasium:ID and openenv:URL run environments of these packages as rollout.agent"
     )
     options: dict[str, Any] = Field({}, description="keyword arguments of the class")
     max_turns: int = Field(8, gt=0, description="largest number of policy turns in a trajectory")
@@ -332,8 +332,8 @@ class AgentConfig(PartnerConfig):
     key: ClassVar[str] = "rollout.agent"
     noun: ClassVar[str] = "the agent"
     name: str = Field(
-        description="package.module:function or file.py:function, run(task, base_url, api_key, model); verifiers and "
-        "gymnasium run environments of these packages"
+        description="package.module:function or file.py:function, run(task, base_url, api_key, model); verifiers, "
+        "gymnasium and openenv run environments of these packages"
     )
     options: dict[str, Any] = Field({}, description="more keyword arguments of the function")
     host: str = Field("127.0.0.1", min_length=1, description="address on which the endpoint listens")
@@ -436,7 +436,7 @@ class RolloutConfig(SamplingConfig):
     @model_validator(mode="before")
     @classmethod
     def _environments_of_other_packages_are_agents(cls, tree: Any) -> Any:
-        """Runs ``verifiers:NAME`` or ``gymnasium:ID`` by the built-in program of the package."""
+        """Runs ``verifiers:NAME``, ``gymnasium:ID`` or ``openenv:URL`` by the built-in program of the package."""
         environment = tree.get("environment") if isinstance(tree, Mapping) else None
         section = {"name": environment} if isinstance(environment, str) else environment
         if not isinstance(section, Mapping) or not isinstance(name := section.get("name"), str):

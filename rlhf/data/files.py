@@ -19,11 +19,13 @@ from contextlib import contextmanager
 from functools import lru_cache
 from io import BufferedReader, BytesIO, TextIOWrapper
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ratchet.rlhf.config.sections import ENDINGS
 from ratchet.rlhf.data.folders import data_files, unread
 from ratchet.rlhf.data.formats import without_nulls
+from ratchet.rlhf.data.harbor import is_task, row_of, task_digest
 from ratchet.rlhf.errors import RatchetError, UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -61,12 +63,14 @@ def open_rows(url: str) -> RowReader:
         url: path or fsspec URL, such as ``hf://datasets/openai/gsm8k/main/....parquet``. The ending selects the format,
             one of `folders.FORMATS`; a file with another ending may hold JSON. ``.arrow`` is the format of
             `datasets.Dataset.save_to_disk`. The cells of ``.csv`` and ``.tsv`` are texts, and empty ones None; see
-            `LISTS` and `OBJECTS`.
+            `LISTS` and `OBJECTS`. A task folder of Harbor is one row.
 
     Returns:
         The rows. Those of a JSON array, of CSV and of a compressed file are held in memory. A JSON object over several
         lines is one row.
     """
+    if is_task(Path(url)):
+        return _Held(url, [row_of(Path(url))])
     if url.endswith(".parquet"):
         return _Parquet(url)
     if url.endswith(".arrow"):
@@ -102,6 +106,8 @@ def digest(url: str) -> str:
     files = data_files(url)
     if files != [url]:
         return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
+    if is_task(Path(url)):
+        return task_digest(Path(url))
     with _errors_of(url):
         located, path = _located(url)
         if "hf" in located.protocol and (large := located.info(path).get("lfs")) is not None:

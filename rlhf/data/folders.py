@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.rlhf.config.sections import ENDINGS
+from ratchet.rlhf.data.harbor import task_folders
 from ratchet.rlhf.data.hub_datasets import hub_dataset, hub_files
 from ratchet.rlhf.errors import UserError, in_one_line
 
@@ -27,7 +28,8 @@ def data_files(path: str) -> list[str]:
 
     Args:
         path: a file or its URL, which is returned; a local folder, ``folder:split``, ``folder:config`` or
-            ``folder:config/split``; or a dataset on the hub (`hub_dataset`).
+            ``folder:config/split``; a folder of Harbor's tasks, each of which is one of the files; or a dataset on the
+            hub (`hub_dataset`).
 
     Raises:
         UserError: the folder has no data files, or there are several configs or splits, and the path does not choose.
@@ -40,6 +42,8 @@ def data_files(path: str) -> list[str]:
         folder = Path(name)
         if not name or not folder.is_dir():
             return [path]
+    if not wanted and (tasks := task_folders(folder)):
+        return list(map(str, tasks))
     config, _, split = wanted.rpartition("/")
     try:
         configs = _configs(folder)

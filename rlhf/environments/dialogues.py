@@ -251,6 +251,11 @@ class Dialogue:
         # the files of turns begin with the prefix, too
         self.stored = (0, 0)
 
+    def answered_by(self, reward: float, *parts: Mapping[str, float]) -> None:
+        """Adds the environment's reward for the policy's last turn, and the named numbers of its observations."""
+        self.turn_rewards.append(float(reward))
+        self.parts += [{"name": name, "value": float(value)} for part in parts for name, value in part.items()]
+
     def heard(self, ids: Sequence[int]) -> None:
         """Appends tokens of the environment."""
         self.ids += ids

@@ -12,7 +12,7 @@ from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.errors import RatchetError, UserError
 from ratchet.rlhf.named import load_named, source_of
 
-BUILT_IN = ("calculator", "tools")
+BUILT_IN = ("calculator", "harbor", "tools")
 KEY = "rollout.environment"
 
 
@@ -36,7 +36,7 @@ class Environment(Protocol):
     """The interface of an environment. Each trajectory has its own, created with `rollout.environment.options`.
 
     It must be deterministic: the same turns give the same observations. The environments of a shard run concurrently,
-    but only one thread at a time uses each of them.
+    but only one thread at a time uses each of them. It may have the methods of `Ending` and `Closing`, too.
     """
 
     stop: tuple[str, ...]
@@ -92,6 +92,25 @@ class DurableEnvironment(Protocol):
     def is_repeatable(self, turn: str) -> bool:
         """Returns False if `step` must not get a turn again whose answer a crash has lost: its trajectory is dropped,
         and counted in `rollout/errors`."""
+        ...
+
+
+@runtime_checkable
+class Ending(Protocol):
+    """An environment that rewards a trajectory which the environment itself has not ended."""
+
+    def ended(self) -> Observation:
+        """Returns the reward and the parts of a trajectory that has no more room, or has had its last turn; the
+        content is not read. It may run again after a crash, in the same state."""
+        ...
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """An environment that holds what has to be given back, such as a folder or a connection."""
+
+    def close(self) -> None:
+        """Gives it back. Called when the environment is no longer needed, once it answers nothing."""
         ...
 
 

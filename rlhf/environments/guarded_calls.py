@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,7 +19,9 @@ from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Beginning
 from ratchet.rlhf.environments.environment import (
     KEY,
+    Closing,
     DurableEnvironment,
+    Ending,
     Environment,
     EnvironmentFailed,
     Observation,
@@ -71,6 +74,11 @@ class EnvironmentCalls:
         """True if the environments have the interface `DurableEnvironment`."""
         return hasattr(self._make, "restore")
 
+    @property
+    def rewards_ends(self) -> bool:
+        """True if the environments have the interface `Ending`."""
+        return hasattr(self._make, "ended")
+
     async def of(self, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> Environment | DurableEnvironment:
         """Returns the environment of a trajectory, in the state after its answered turns. Raises EnvironmentFailed."""
         trajectory_id = dialogue.request.trajectory_id
@@ -82,8 +90,8 @@ class EnvironmentCalls:
         if dialogue.states:
             where = f"{trajectory_id}, at restore"
             restored: DurableEnvironment = await self._call(partial(self._make, **self._options), where)
+            self._environments[id(dialogue)] = restored  # before it may fail, so that it will be closed
             await self._call(partial(restored.restore, dialogue.states[-1]), where)
-            self._environments[id(dialogue)] = restored
             return restored
         environment = await self.begin(beginning, f"{trajectory_id}, at reset")
         self._environments[id(dialogue)] = environment
@@ -98,7 +106,11 @@ class EnvironmentCalls:
         """Creates an environment and resets it for a prompt; `where` names the place of an error."""
         environment: Environment | DurableEnvironment = await self._call(partial(self._make, **self._options), where)
         reset = partial(environment.reset, beginning.messages, *structures(*beginning[1:4]))
-        await self._call(reset, where)
+        try:
+            await self._call(reset, where)
+        except BaseException:
+            _close(environment)
+            raise
         return environment
 
     async def step(self, dialogue: Dialogue, turn: str, run: str = "") -> Observation:
@@ -118,11 +130,17 @@ class EnvironmentCalls:
         else:
             call = partial(environment.step, turn)
         observation: Observation = await self._call(call, where)
-        try:
-            _check(observation)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise EnvironmentFailed(f"{KEY} raised {raised(error)} ({where})") from None
-        return observation
+        return _checked(observation, where)
+
+    async def ended(self, dialogue: Dialogue) -> Observation:
+        """Returns the reward of a trajectory that its environment, an `Ending`, has not ended.
+
+        Raises EnvironmentFailed.
+        """
+        environment = self._environments[id(dialogue)]
+        assert isinstance(environment, Ending)
+        where = f"{dialogue.request.trajectory_id}, at its end"
+        return _checked(await self._call(environment.ended, where), where)
 
     async def snapshot(self, dialogue: Dialogue) -> str:
         """Returns the state of a trajectory's durable environment. Raises EnvironmentFailed."""
@@ -142,8 +160,8 @@ class EnvironmentCalls:
         return bool(await self._call(partial(environment.is_repeatable, turn), where))
 
     def forget(self, dialogue: Dialogue) -> None:
-        """Drops a trajectory's environment, if it has one."""
-        self._environments.pop(id(dialogue), None)
+        """Closes and drops a trajectory's environment, if it has one."""
+        _close(self._environments.pop(id(dialogue), None))
 
     async def _call(self, call: Callable[[], Any], where: str) -> Any:
         async with self._slots:
@@ -180,10 +198,11 @@ def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt], s
         reason = ""
         for _ in range(attempts):
             try:
-                await calls.begin(beginning, "at reset, which is tried before the run starts")
+                tried = await calls.begin(beginning, "at reset, which is tried before the run starts")
             except EnvironmentFailed as error:
                 reason = str(error)
             else:
+                _close(tried)
                 return None
         return f"{prompt.where}: {reason}{_about_json(prompt)}"
 
@@ -246,6 +265,29 @@ async def in_thread(call: Callable[[], Any]) -> Any:
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
         raise Raised(error) from None
+
+
+def _close(environment: object) -> None:
+    """Closes an environment that has something to close, in a thread."""
+
+    def close(closing: Closing) -> None:
+        try:
+            closing.close()
+        except Exception as error:  # the trajectory is complete without it
+            warnings.warn(f"{KEY} raised {raised(error)} at close", RuntimeWarning, stacklevel=2)
+
+    if isinstance(environment, Closing):
+        threading.Thread(target=close, args=[environment], daemon=True).start()
+
+
+def _checked(observation: Any, where: str) -> Observation:
+    """Returns an observation. Raises EnvironmentFailed if it is none."""
+    try:
+        _check(observation)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EnvironmentFailed(f"{KEY} raised {raised(error)} ({where})") from None
+    found: Observation = observation
+    return found
 
 
 def _check(observation: Any) -> None:

@@ -14,29 +14,25 @@ reach the network and end other processes.
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
-import shutil
-import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from ratchet.rlhf import child_processes
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rewards.functions import continued
+from ratchet.rlhf.sandboxes.processes import Bubblewrap, Limited, check_bubblewrap
+from ratchet.rlhf.sandboxes.sandbox import Limits, Sandbox
 
 MAX_OUTPUT = 1 << 20
 MAX_PROGRAM = 1 << 16
 PROCESSES = 32
 """Limit for the user; the system enforces none for root."""
-START_S = 2.0
-"""Seconds for Python and the sandbox to start."""
+FOLDER = "/program"
+"""Folder of a program in its sandbox."""
 
 _BLOCK = re.compile(
     r"(?:^[ \t]*+(?:[-*>]|[0-9]+[.)])?[ \t]*+```[ \t]*+|(?<!\S)```(?=\w))([^\s`]*+)[^\n`]*+\n(.*?)```",
@@ -51,10 +47,9 @@ def check_sandbox(sandbox: str = "bubblewrap", **_: Any) -> None:
     """Raises UserError if programs cannot be run as asked."""
     if sandbox not in ("bubblewrap", "limits"):
         raise UserError(f"reward.options: {{code: {{sandbox: {sandbox}}}}} is none: write bubblewrap or limits")
-    if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
-        raise UserError(
-            "reward.function code runs programs in bubblewrap, and there is no bwrap here: install bubblewrap, or, "
-            "where programs may do what you may, set reward.options: {code: {sandbox: limits}}"
+    if sandbox == "bubblewrap":
+        check_bubblewrap(
+            "reward.function code", "where programs may do what you may, set reward.options: {code: {sandbox: limits}}"
         )
 
 
@@ -121,86 +116,31 @@ def check_truth(ground_truth: Any) -> dict[str, Any]:
 
 def run(program: str, given: str, asserts: bool, *, seconds: float, memory_mb: int, sandbox: str) -> str | None:
     """Returns what a program prints; None if it fails, or exceeds its limits."""
-    with tempfile.TemporaryDirectory(prefix="ratchet-code-") as name:
-        folder = Path(name)
-        (folder / "program.py").write_text(program)
-        (folder / "launch.py").write_text(_LAUNCH)
-        here = "/program" if sandbox == "bubblewrap" else name
-        command = [sys.executable, "-I", "-B", f"{here}/launch.py", str(math.ceil(seconds)), str(memory_mb << 20)]
-        command += ["asserts"] if asserts else []
-        if sandbox == "bubblewrap":
-            command = [*_bubblewrap(folder), *command]
-        with tempfile.TemporaryFile() as stdout:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=stdout,
-                stderr=subprocess.DEVNULL,
-                cwd=folder,
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": here},
-                start_new_session=True,
-            )
-            try:
-                process.communicate(given.encode(), timeout=seconds + START_S)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                child_processes.end(process)
-            stdout.seek(0)
-            return stdout.read(MAX_OUTPUT).decode(errors="replace") if process.returncode == 0 else None
+    limits = Limits(memory_mb, file_bytes=MAX_OUTPUT, processes=PROCESSES, open_files=64)
+    place: Sandbox = (
+        Bubblewrap([FOLDER], limits, shown=(sys.prefix, sys.base_prefix))
+        if sandbox == "bubblewrap"
+        else Limited([FOLDER], limits)
+    )
+    place.start({f"{FOLDER}/program.py": program.encode(), f"{FOLDER}/launch.py": _LAUNCH.encode()})
+    try:
+        launch = [sys.executable, "-I", "-B", place.where(f"{FOLDER}/launch.py"), *(["asserts"] if asserts else [])]
+        done = place.exec(launch, given.encode(), seconds=seconds)
+    finally:
+        place.stop()
+    return done.output[:MAX_OUTPUT].decode(errors="replace") if done.code == 0 else None
 
 
-_LAUNCH = f"""
-import ctypes, os, resource, runpy, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: who would end it may be killed
-seconds, memory = int(sys.argv[1]), int(sys.argv[2])
-word = input() if sys.argv[3:] else None
+_LAUNCH = """
+import os, runpy, sys
+word = input() if sys.argv[1:] else None
 os.chdir(os.path.dirname(__file__))
-for what, limit in (
-    (resource.RLIMIT_CPU, seconds),
-    (resource.RLIMIT_AS, memory),
-    (resource.RLIMIT_FSIZE, {MAX_OUTPUT}),
-    (resource.RLIMIT_NPROC, {PROCESSES}),
-    (resource.RLIMIT_NOFILE, 64),
-    (resource.RLIMIT_CORE, 0),
-):
-    resource.setrlimit(what, (limit, limit))
 sys.argv = ["program.py"]
 runpy.run_path("program.py", run_name="__main__")
 if word:
     print()
     print(word)
 """
-
-
-def _bubblewrap(folder: Path) -> list[str]:
-    """Builds the bubblewrap command: the system read-only, as far as Python needs it, and nothing else."""
-    needed = [
-        "/usr",
-        "/bin",
-        "/sbin",
-        "/lib",
-        "/lib64",
-        "/etc/ld.so.cache",
-        "/etc/alternatives",
-        sys.prefix,
-        sys.base_prefix,
-    ]
-    shown = [part for path in dict.fromkeys(needed) for part in ("--ro-bind-try", path, path)]
-    return [
-        "bwrap",
-        "--unshare-all",
-        "--die-with-parent",
-        "--new-session",
-        *("--cap-drop", "ALL"),
-        *("--tmpfs", "/tmp"),  # before the paths that may lie in it
-        *shown,
-        *("--proc", "/proc"),
-        *("--dev", "/dev"),
-        *("--bind", str(folder), "/program"),
-        *("--chdir", "/program"),
-        "--",
-    ]
 
 
 def _lines(text: str) -> Sequence[str]:

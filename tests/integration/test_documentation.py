@@ -36,6 +36,7 @@ from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.call_log import CALLS
 from ratchet.rlhf.config import RunConfig, keys, load_config, overridden, read_yaml
 from tests import tiers
+from tests.extras import needs
 from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
 from tests.processes import Child, Fault, Processes
 
@@ -534,6 +535,7 @@ def shrink(path: str, *changes: str) -> None:
     Path(path).write_text(yaml.safe_dump(overridden(tree, [*sizes, *changes], RunConfig)))
 
 
+@needs("bubblewrap")  # docs/sandboxes.md
 def test_every_command_and_block_of_python_runs(
     tmp_path: Path,
     ratchet: Ratchet,  # noqa: F811

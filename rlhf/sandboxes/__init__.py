@@ -1,0 +1,1 @@
+"""Sandboxes: folders and limits in which commands of the policy run."""
