@@ -471,7 +471,7 @@ def _type(kind: pa.DataType) -> str:
 def _shape(column: Column) -> str:
     if not pa.types.is_list(column.type):
         return ""
-    of_policy = dict.fromkeys(("turn_rewards", "turn_ends"), "[policy turns]")
+    of_policy = dict.fromkeys(("turn_rewards", "turn_ends", "turn_seconds"), "[policy turns]")
     return {"prompt_ids": "[P]", "turns": "[turns]", **of_policy}.get(column.name, "[T]")
 
 

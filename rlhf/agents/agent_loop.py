@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -298,7 +299,9 @@ class Generator:
                 return
             turn = dialogue.unanswered_turn
             if record is not None:  # else a crash could draw another turn after the environment has read this one
+                began = time.perf_counter()
                 await record.record(dialogue)
+                dialogue.spent(waiting=time.perf_counter() - began)
         elif environments is not None and environments.durable:
             text = response_text(turn, self.tokenizer)
             if not await environments.is_repeatable(dialogue, text):
@@ -343,7 +346,8 @@ class Generator:
         """
 
         async def generate(engine: RolloutEngine, request: Request) -> None:
-            interrupted_at = len(dialogue.ids)
+            nonlocal in_engine
+            interrupted_at, since = len(dialogue.ids), time.perf_counter()
             async with aclosing(engine.stream(request, sampling)) as chunks:
                 async for chunk in chunks:
                     if dialogue.turn_starts[-1] < interrupted_at:
@@ -353,12 +357,17 @@ class Generator:
                             "the model gave log-probs that are not finite while generating: nothing is committed"
                         )
                     dialogue.wrote(chunk, self.version)
+                    # after each chunk, because a journal may be written now
+                    now = time.perf_counter()
+                    dialogue.spent(model=now - since)
+                    in_engine, since = in_engine + now - since, now
                     on_tokens()
                     if chunk.finish_reason is not None:
                         if is_alone or chunk.finish_reason == "length":
                             dialogue.finish_reason = chunk.finish_reason
                         return
 
+        began, in_engine = time.perf_counter(), 0.0
         # after an interruption, another request continues from the tokens so far
         while dialogue.unanswered_turn is None:
             if self.interruptible or not running.is_past_gate:
@@ -382,6 +391,7 @@ class Generator:
             finally:
                 running.turns.discard(turn)
                 await self._tell_idle()
+        dialogue.spent(waiting=max(0.0, time.perf_counter() - began - in_engine))
 
     def _cut(self, dialogue: Dialogue, interrupted_at: int, chunk: Chunk, stop: tuple[str, ...]) -> Chunk:
         """Ends a chunk at a stop text that begins before an interruption, where the engine cannot see it."""

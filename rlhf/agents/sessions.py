@@ -152,6 +152,10 @@ class Session:
     def __post_init__(self) -> None:
         self.branches: dict[int, Branch] = {}
         self._calls = 0
+        self._answered: Dialogue | None = None
+        """The conversation that got the last answer."""
+        self._idle_since: float | None = None
+        """When the last call ended, if none is in progress."""
         self._tasks: set[asyncio.Task[PolicyReply]] = set()
         self._known: dict[str, deque[Recorded]] = defaultdict(deque)
         for answer in self.recorded:
@@ -179,6 +183,7 @@ class Session:
         """
         task = asyncio.create_task(self._answer(asked, on_text))
         self._tasks.add(task)
+        self._end_of_idle()
         self.on_idle(False)
         task.add_done_callback(self._done)
         return task
@@ -186,14 +191,22 @@ class Session:
     def _done(self, task: asyncio.Task[PolicyReply]) -> None:
         self._tasks.discard(task)
         if not self._tasks:
+            self._idle_since = time.perf_counter()
             self.on_idle(True)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, Refused) and self.fatal is not None and not self.fatal.done():
             self.fatal.set_exception(error)
 
+    def _end_of_idle(self) -> None:
+        """Adds the program's own time since the last call to the seconds of the turn that was answered last."""
+        if self._idle_since is not None and self._answered is not None:
+            self._answered.spent(tool=time.perf_counter() - self._idle_since)
+        self._idle_since = None
+
     async def close(self) -> None:
         """Refuses further calls, and cancels those in progress."""
         self.is_over = True
+        self._end_of_idle()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -255,12 +268,15 @@ class Session:
                 finish_reason=reason,
                 asked=json.dumps(news, ensure_ascii=False),
                 answer=json.dumps(answer.message, ensure_ascii=False),
-                started=started,
-                seconds=time.perf_counter() - began,
+                # an answer of an earlier process keeps its times
+                started=started if earlier is None else earlier.started,
+                seconds=time.perf_counter() - began if earlier is None else earlier.seconds,
             )
             # stored before the program receives it: a resumed run must give the same answer
             if self.policy.recorder is not None and earlier is None:
+                asking = time.perf_counter()
                 await self.policy.recorder.record(recorded)
+                dialogue.spent(waiting=time.perf_counter() - asking)
         except BaseException:
             dialogue.take_back(before)
             branch.is_busy = False
@@ -272,13 +288,14 @@ class Session:
         history = asked.conversation.parts if continuation is None else continuation.history
         branch.history = [*history, asked.conversation.answer_part(answer.message)]
         branch.after.append(len(branch.history))
+        self._answered = dialogue
         dialogue.calls.append(
             AgentCall(
                 asked=recorded.asked,
                 answer=recorded.answer,
                 start=start,
                 end=len(dialogue.ids),
-                started=started,
+                started=recorded.started,
                 seconds=recorded.seconds,
             )
         )

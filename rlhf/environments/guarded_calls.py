@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import inspect
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -117,7 +118,7 @@ class EnvironmentCalls:
             call = partial(environment.step, turn, key)
         else:
             call = partial(environment.step, turn)
-        observation: Observation = await self._call(call, where)
+        observation: Observation = await self._call(call, where, dialogue)
         try:
             _check(observation)
         except (TypeError, ValueError, OverflowError) as error:
@@ -129,7 +130,7 @@ class EnvironmentCalls:
         environment = self._environments[id(dialogue)]
         assert isinstance(environment, DurableEnvironment)
         where = f"{dialogue.request.trajectory_id}, at snapshot"
-        state: object = await self._call(environment.snapshot, where)
+        state: object = await self._call(environment.snapshot, where, dialogue)
         if not isinstance(state, str):
             raise EnvironmentFailed(f"{KEY} snapshot returned {state!r:.60}, which is not a text ({where})")
         return state
@@ -145,8 +146,11 @@ class EnvironmentCalls:
         """Drops a trajectory's environment, if it has one."""
         self._environments.pop(id(dialogue), None)
 
-    async def _call(self, call: Callable[[], Any], where: str) -> Any:
+    async def _call(self, call: Callable[[], Any], where: str, dialogue: Dialogue | None = None) -> Any:
+        """Makes a call of an environment; its seconds are added to the turn of `dialogue`."""
+        asked = time.perf_counter()
         async with self._slots:
+            began = time.perf_counter()
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await in_thread(call)
@@ -154,6 +158,9 @@ class EnvironmentCalls:
                 reason = f"took longer than {KEY}.timeout_s {self._timeout_s:g} s"
             except Raised as failure:
                 reason = f"raised {raised(failure.error)}"
+            finally:
+                if dialogue is not None:
+                    dialogue.spent(waiting=began - asked, tool=time.perf_counter() - began)
         raise EnvironmentFailed(f"{KEY} {reason} ({where})")
 
 

@@ -342,6 +342,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "environment_reward": _environment_reward(trajectory, prompts),
                 "turn_rewards": None if prompts.environment is None else [*dialogue.turn_rewards, *[0.0] * unanswered],
                 "turn_ends": dialogue.turn_ends if talks else None,
+                "turn_seconds": dialogue.turn_seconds[: len(dialogue.turn_ends)] if talks else None,
                 "branch": None if prompts.agent is None else branch,
                 "calls": None if prompts.agent is None else [asdict(call) for call in dialogue.calls],
                 "agent_parts": list(_parts(trajectory).items()) if talks else None,
