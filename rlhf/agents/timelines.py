@@ -12,7 +12,16 @@ from ratchet.rlhf.agents.transcripts import Said, arguments_text, content_text
 from ratchet.rlhf.environments.tools import MalformedCall, tool_calls
 from ratchet.rlhf.schema import trajectory_of
 
-COLUMNS = ("turns", "turn_ends", "turn_rewards", "turn_seconds", "response_mask", "calls", "rollout_error", "tool_error")
+COLUMNS = (
+    "turns",
+    "turn_ends",
+    "turn_rewards",
+    "turn_seconds",
+    "response_mask",
+    "calls",
+    "rollout_error",
+    "tool_error",
+)
 """The columns that a timeline is made of, in addition to `trajectory_id`; those that a run lacks may be missing."""
 
 
@@ -181,10 +190,13 @@ def _of_environment(row: Mapping[Any, Any]) -> Iterator[Turn]:
         if place < len(ends):
             tokens = int(sum(mask[before : ends[place]]))
             before = int(ends[place])
+        calls = tuple(_written_calls(turn["content"]))
+        if len(calls) == 1:
+            calls, answer = (replace(calls[0], answer=answer),), None
         yield Turn(
             heard=(),
             text=turn["content"],
-            calls=tuple(_written_calls(turn["content"])),
+            calls=calls,
             answer=answer,
             tokens=tokens,
             reward=None,
@@ -197,7 +209,7 @@ def _of_environment(row: Mapping[Any, Any]) -> Iterator[Turn]:
 
 
 def _written_calls(text: str) -> Iterable[CalledTool]:
-    """Yields the calls of tools in a turn. Llama's format, which has no mark, is not recognized: it needs their names."""
+    """Yields the calls of tools in a turn. Llama's format, which needs their names, is not recognized."""
     try:
         calls = tool_calls(text, ())
     except MalformedCall:
