@@ -276,7 +276,7 @@ def show_timeline(console: Console, run: Run, row_id: str, iteration: int | None
         return
     console.print(Text(visible(f"{told.id} of {name}{_score_of(run, iteration, told.id)}")))
     for conversation in told.conversations:
-        console.print(_timeline_tree(conversation, told.seconds))
+        console.print(_timeline_tree(conversation, told.seconds), soft_wrap=False)
     for text in told.errors:
         console.print(Text(f"error: {visible(text)}", style="red"))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ratchet.rlhf import spans
 from ratchet.rlhf.agents.conversations import Branch, CannotRender, Continuation, Conversation
 from ratchet.rlhf.data.prompts import BYTES_A_TOKEN
 from ratchet.rlhf.data.responses import response_text
@@ -127,6 +128,8 @@ class Policy:
     generate: Generate
     recorder: Recorder | None
     """Stores answers before the caller receives them; None: they are not stored."""
+    span: spans.Span = spans.NOTHING
+    """The span of the trajectory."""
 
 
 @dataclass(eq=False)
@@ -152,6 +155,9 @@ class Session:
     def __post_init__(self) -> None:
         self.branches: dict[int, Branch] = {}
         self._calls = 0
+        self._tools: dict[str, tuple[Mapping[str, str], float]] = {}
+        """The calls of tools whose results the program has not brought yet, by id, if there are spans: the function,
+        and when the program got the call."""
         self._answered: Dialogue | None = None
         """The conversation that got the last answer."""
         self._idle_since: float | None = None
@@ -285,6 +291,8 @@ class Session:
                 del self.branches[branch.number]
             raise
         branch.is_busy = False
+        if spans.is_on():
+            self._tell_tools(news, answer.message, started)
         history = asked.conversation.parts if continuation is None else continuation.history
         branch.history = [*history, asked.conversation.answer_part(answer.message)]
         branch.after.append(len(branch.history))
@@ -300,6 +308,20 @@ class Session:
             )
         )
         return answer
+
+    def _tell_tools(self, news: Mapping[str, Any], answer: Mapping[str, Any], started: float) -> None:
+        """Adds the spans of the tools whose results a call brought: from the answer that asked for them to the call."""
+        for message in news.get("messages", ()):
+            made = self._tools.pop(message.get("tool_call_id"), None)
+            if made is not None:
+                function, since = made
+                details = {"gen_ai.tool.call.id": message["tool_call_id"]}
+                if spans.has_content():
+                    details["gen_ai.tool.call.arguments"] = function["arguments"]
+                    details["gen_ai.tool.call.result"] = str(message.get("content"))
+                spans.add_tool(function["name"], details, since, started, self.policy.span)
+        now = time.time()
+        self._tools |= {call["id"]: (call["function"], now) for call in answer.get("tool_calls", ())}
 
     def _check_size(self, conversation: Conversation) -> None:
         """Refuses a far too long conversation before it is tokenized, which keeps the engine waiting."""

@@ -257,7 +257,7 @@ class Dialogue:
         """Drops all tokens."""
         attempt = self.attempt + 1
         self.take_back(Dialogue(self.request))
-        self.attempt, self.stored = attempt, 0
+        self.attempt, self.stored, self.branches = attempt, 0, []
 
     def heard(self, ids: Sequence[int]) -> None:
         """Appends tokens of the environment."""

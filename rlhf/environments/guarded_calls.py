@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from ratchet.rlhf import spans
 from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.data.responses import response_text
@@ -118,7 +121,11 @@ class EnvironmentCalls:
             call = partial(environment.step, turn, key)
         else:
             call = partial(environment.step, turn)
-        observation: Observation = await self._call(call, where, dialogue)
+        # the tools of the environment `tools` have spans of their own
+        opened = nullcontext(spans.NOTHING) if getattr(environment, "has_spans", False) else _span(environment, turn)
+        with opened as span:
+            observation: Observation = await self._call(call, where, dialogue)
+            span.set(lambda: _answer_of(observation))
         try:
             _check(observation)
         except (TypeError, ValueError, OverflowError) as error:
@@ -209,6 +216,25 @@ def _about_json(prompt: Prompt) -> str:
         f"; ground_truth is the text {truth[:60]!r} in this file: decode it in reset (json.loads(ground_truth)), or "
         "store it as a structure"
     )
+
+
+def _span(environment: Environment | DurableEnvironment, turn: str) -> AbstractContextManager[spans.Span]:
+    """Opens the span of an environment's answer."""
+    kind = type(environment)
+    name = kind.__module__ if kind.__name__ == "Environment" else kind.__qualname__
+
+    def asked() -> spans.Attributes:
+        known: spans.Attributes = {"gen_ai.tool.name": name, "gen_ai.tool.type": "function"}
+        return {**known, "gen_ai.tool.call.arguments": json.dumps({"turn": turn})} if spans.has_content() else known
+
+    return spans.span(spans.TOOL, lambda: name, asked)
+
+
+def _answer_of(observation: Observation) -> spans.Attributes:
+    if not spans.has_content() or observation.content is None:
+        return {}
+    content = observation.content
+    return {"gen_ai.tool.call.result": content if isinstance(content, str) else json.dumps(content)}
 
 
 class Raised(Exception):

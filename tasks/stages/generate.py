@@ -261,7 +261,7 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
             timeout_s=agent.timeout_s,
             on_error=agent.on_error,
         )
-        return ShardStart(tuple(dialogues), Rules(prompts.sampling, agents=programs))
+        return ShardStart(tuple(dialogues), Rules(prompts.sampling, agents=programs, partner=agent.name))
     if environment is None:
         return ShardStart(tuple(dialogues), Rules(prompts.sampling))
     calls = context.resources.environments(
@@ -271,7 +271,7 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
         concurrency=environment.concurrency,
         on_error=environment.on_error,
     )
-    return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns))
+    return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns, partner=environment.name))
 
 
 def _repeat(dialogue: Dialogue, answer: ReplayedAnswer) -> None:
