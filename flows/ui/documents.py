@@ -320,7 +320,7 @@ def trajectory(
         finish_reason=row["finish_reason"],
         score=_number(row.get("score")),
         parts={name: _number(value) for name, value in (_present(row.get("reward_parts")) or {}).items()},
-        timeline=told if any(part.turns for part in told.conversations) else None,
+        timeline=told if told.errors or any(part.turns for part in told.conversations) else None,
         errors=[text for name in ("rollout_error", "reward_error") if (text := _text(row.get(name)))],
         tokens=token_texts(ids, decode) if decode is not None else None,
         length=len(ids),
