@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import sys
 import tempfile
 from pathlib import Path
@@ -28,7 +29,7 @@ def main(kind: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         calls = [agents.TOOL_CALL, '<tool_call>{"name": "shout", "arguments": {"text": "teh"}}</tool_call>']
-        model = tiny.model_folder(Path(folder) / "model", letters=["numbers", *"aeinorsth ,.", *calls])
+        model = tiny.model_folder(Path(folder) / "model", letters=string.printable)
         (Path(folder) / "template.jinja").write_text(tiny.CHAT_TEMPLATE)
         template = str(Path(folder) / "template.jinja")
         tokenizer = load_tokenizer(ModelConfig(path=str(model), dtype="float32", chat_template=template))
@@ -61,4 +62,4 @@ def main(kind: str) -> None:
 if __name__ == "__main__":
     for kind in sys.argv[1:]:
         main(kind)
-    print(sorted(name for name in sys.modules if name.startswith("opentelemetry.")), file=sys.stderr)
+    print("imported" if "opentelemetry.exporter.otlp.proto.http.trace_exporter" in sys.modules else "not imported")

@@ -125,11 +125,11 @@ class EnvironmentCalls:
         opened = nullcontext(spans.NOTHING) if getattr(environment, "has_spans", False) else _span(environment, turn)
         with opened as span:
             observation: Observation = await self._call(call, where, dialogue)
+            try:
+                _check(observation)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise EnvironmentFailed(f"{KEY} raised {raised(error)} ({where})") from None
             span.set(lambda: _answer_of(observation))
-        try:
-            _check(observation)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise EnvironmentFailed(f"{KEY} raised {raised(error)} ({where})") from None
         return observation
 
     async def snapshot(self, dialogue: Dialogue) -> str:

@@ -18,12 +18,12 @@ OFF = {name: value for name, value in os.environ.items() if not name.startswith(
 CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 
 
-def play(*kinds: str, **variables: str) -> tuple[str, str]:
-    """Plays trajectories in another process, with these variables; returns its output and its errors."""
+def play(*kinds: str, **variables: str) -> str:
+    """Plays trajectories in another process, with these variables; returns its output."""
     command = [sys.executable, "-m", "tests.traced", *kinds]
     done = subprocess.run(command, env={**OFF, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,12 @@ def test_model_calls_and_tool_calls_are_spans_of_their_trajectory(received: Rece
     assert first.kind == first.SPAN_KIND_CLIENT
     asked = attributes(first)
     assert asked["gen_ai.operation.name"] == "chat" and asked["gen_ai.provider.name"] == "ratchet"
-    assert asked["gen_ai.usage.input_tokens"] == 2 and asked["gen_ai.usage.output_tokens"] == 1
+    assert asked["gen_ai.usage.input_tokens"] == 2 and asked["gen_ai.usage.output_tokens"] > 9
     assert (asked["gen_ai.request.temperature"], asked["gen_ai.response.finish_reasons"]) == (0.5, ["stop"])
     assert asked["ratchet.policy_version"] == 7
-    assert attributes(second)["gen_ai.usage.input_tokens"] > 3, "with what the tool said"
+    assert attributes(second)["gen_ai.usage.input_tokens"] > 2 + asked["gen_ai.usage.output_tokens"], (
+        "with what the tool said"
+    )
     assert tool.kind == tool.SPAN_KIND_INTERNAL
     assert attributes(tool)["gen_ai.operation.name"] == "execute_tool"
     assert attributes(tool)["gen_ai.tool.name"] == "shout"
@@ -109,13 +111,13 @@ def test_tools_of_a_program_are_spans_between_its_calls(received: Receiver) -> N
 
 
 def test_nothing_is_imported_if_it_is_off_and_a_receiver_that_is_gone_loses_only_spans() -> None:
-    _, errors = play("tools")
-    assert "opentelemetry.sdk.trace" not in errors and "opentelemetry.exporter" not in errors
+    output = play("tools")
+    assert output == "stop None\nnot imported\n"
     with receiving() as receiver:
         url = receiver.url
     gone = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{url}/v1/traces", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
-    output, _ = play("tools", **gone)
-    assert output == "stop None\n"
+    output = play("tools", **gone)
+    assert output == "stop None\nimported\n"
 
 
 @pytest.mark.parametrize("variable", [{"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}])
