@@ -23,6 +23,18 @@ from tests.unit.test_environments import ScriptedEngine, generator_of, id_of, wa
 SECRET = "teh"
 
 
+def asks(task: Any, base_url: str, api_key: str, model: str) -> None:
+    """Takes two turns with a tool, and another one in a conversation of its own."""
+    client = agents.CLIENT.with_options(base_url=base_url, api_key=api_key)
+    messages: list[Any] = [*task["messages"]]
+    for _ in range(2):
+        tools: list[Any] = [agents.TOOL]
+        message = client.chat.completions.create(model=model, messages=messages, tools=tools).choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": SECRET} for call in message.tool_calls or ()]
+    client.chat.completions.create(model=model, messages=[{"role": "user", "content": "so"}])
+
+
 def main(kind: str) -> None:
     from ratchet.rlhf.config import ModelConfig
     from ratchet.rlhf.environments.environment import Observation
@@ -33,7 +45,7 @@ def main(kind: str) -> None:
         (Path(folder) / "template.jinja").write_text(tiny.CHAT_TEMPLATE)
         template = str(Path(folder) / "template.jinja")
         tokenizer = load_tokenizer(ModelConfig(path=str(model), dtype="float32", chat_template=template))
-        sampling = Sampling(temperature=0.5, top_p=1.0, max_tokens=200, seed=3)
+        sampling = Sampling(temperature=0.5, top_p=1.0, max_tokens=400, seed=3)
         beginning: Any = Beginning([{"role": "user", "content": "hi"}], "0", False, "{}", ())
         dialogue = Dialogue(Request(id_of(0), (5, 6)), beginning)
         if kind == "tools":
@@ -46,10 +58,10 @@ def main(kind: str) -> None:
             environments = EnvironmentCalls(Script, script, on_error="drop")
             rules = Rules(sampling, environments, 4, partner="tests.environments:Script")
         else:
-            turns = [calls[0], SECRET, "so", "in"]
+            turns = [calls[0], SECRET, "so"]
             programs: Any = {"context": 900, "max_calls": 8, "timeout_s": 600.0, "on_error": "fail"}
-            caller = AgentCalls(agents.calls_tools, {}, gateway=Gateway("127.0.0.1"), must_reward=False, **programs)
-            rules = Rules(sampling, agents=caller, partner="tests.agents:calls_tools")
+            caller = AgentCalls(asks, {}, gateway=Gateway("127.0.0.1"), must_reward=False, **programs)
+            rules = Rules(sampling, agents=caller, partner="tests.traced:asks")
         engine = ScriptedEngine(tokenizer, [turns])
         if kind == "agent":  # its conversations have names of their own
             engine.turns[f"{id_of(0)}-b01"] = engine.turns[id_of(0)]
