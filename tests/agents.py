@@ -102,7 +102,7 @@ def calls_tools(task: Any, base_url: str, api_key: str, model: str) -> dict[str,
     return {"reward": calls / 3, "calls": calls}
 
 
-LONG = "<img src=x onerror=hacked=1> " * 40
+LONG = "<img src=x onerror=hacked=1> " * 10
 """What a tool answers, which would be markup."""
 LOSES = count()
 
@@ -119,8 +119,8 @@ def loses_its_way(task: Any, base_url: str, api_key: str, model: str) -> float:
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         results = [{"role": "tool", "tool_call_id": call.id, "content": LONG} for call in message.tool_calls or ()]
-        messages += results or [{"role": "user", "content": "more"}]
+        messages += results[:1] or [{"role": "user", "content": "more"}]
         if results:
-            break
+            tools = []
     client.chat.completions.create(model=model, messages=[{"role": "user", "content": "sum up"}], max_tokens=4)
     return 1.0

@@ -3,6 +3,7 @@
 import {duration, make, number} from "ui/dom";
 
 const FOLDED = 600;  // characters from which on what the policy did not write is folded
+const FOLDED_CALL = 240;  // those of a call and its answer
 const KINDS = [["model_s", "model"], ["tool_s", "tool"], ["waiting_s", "waiting"]];
 
 /** Seconds by kind. An answer that an earlier process measured has only its whole. */
@@ -77,7 +78,7 @@ function heard(role, content) {
 /** A call of a tool, with its answer; folded if they are long. */
 function call({name, arguments: given, answer}) {
   const short = given.length <= 80 ? given : `${given.slice(0, 80)}…`;
-  const open = given.length + (answer ?? "").length <= FOLDED;
+  const open = given.length + (answer ?? "").length <= FOLDED_CALL;
   const said = answer === null ? [] : [make("span", {className: "dim"}, "answer"), make("pre", {}, answer)];
   return make("details", {className: "call", open},
     make("summary", {}, make("span", {className: "name"}, name), ` ${short}`),
