@@ -473,7 +473,15 @@ def _shape(column: Column) -> str:
     if not pa.types.is_list(column.type):
         return ""
     of_policy = dict.fromkeys(
-        ("turn_starts", "turn_ends", "turn_rewards", "turn_states", "turn_values", "continuation_returns"),
+        (
+            "turn_starts",
+            "turn_ends",
+            "turn_rewards",
+            "turn_states",
+            "turn_seconds",
+            "turn_values",
+            "continuation_returns",
+        ),
         "[policy turns]",
     )
     return {"prompt_ids": "[P]", "turns": "[turns]", **of_policy}.get(column.name, "[T]")

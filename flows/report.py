@@ -21,6 +21,7 @@ from ratchet.infra.runs.query import names
 from ratchet.infra.runs.run import OnDamage, Run
 from ratchet.infra.store.log import Corrupt
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.schema import trajectory_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -107,7 +108,11 @@ def _trajectories(run: Run, tokens: int, damaged: OnDamage) -> list[TrajectoryDo
         return []
     sample = _sample(frame, tokens)
     decode, scales = decoder(run), scales_of(sample)
-    return [trajectory(row, decode, scales) for row in sample.to_dict("records")]
+    branches = frame["trajectory_id"].map(trajectory_of)
+    return [
+        trajectory(row, decode, scales, frame[branches == trajectory_of(row["trajectory_id"])].to_dict("records"))
+        for row in sample.to_dict("records")
+    ]
 
 
 def _sample(frame: pd.DataFrame, tokens: int) -> pd.DataFrame:

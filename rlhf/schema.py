@@ -21,6 +21,8 @@ MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 """Type of a column of messages."""
 PARTS = pa.list_(pa.struct({"name": pa.string(), "value": pa.float32()}))
 """Type of a column of named parts of a reward. A map would be unreadable for `datasets`; see decision 045."""
+SECONDS = pa.list_(pa.struct({"model": pa.float64(), "tool": pa.float64(), "waiting": pa.float64()}))
+"""Type of a column of the seconds of turns."""
 
 
 def parts_of(cell: Sequence[Mapping[str, object]] | None) -> dict[str, float]:
@@ -61,6 +63,8 @@ class Column:
     unit: str = ""
     null: str = ""
     """When it is null; empty: never."""
+    is_measured: bool = False
+    """True if it holds measured times, which differ whenever the same trajectory is computed again."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +250,17 @@ TRAJECTORY = TrajectorySchema(
             "generate",
             "state of the environment after each turn that it has answered, as its snapshot returned it",
             null="the environment has no `snapshot`",
+        ),
+        Column(
+            "turn_seconds",
+            SECONDS,
+            "generate",
+            "what each turn of the policy took: `model`, in the rollout engine; `tool`, in the environment or the "
+            "agent's program, from the answer to its next call; `waiting`, for new weights, a free slot or the store; "
+            "null what was not measured, such as before a crash",
+            "s",
+            null="there is neither a rollout.environment nor a rollout.agent, or the run is older",
+            is_measured=True,
         ),
         Column(
             "branch",

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
+import pyarrow as pa
 
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.store.records import Finalize, Record, RunState, ShardCommit, Skip, Snapshot, StageCommit, sha256_of
 from ratchet.infra.store.run_store import parquet_bytes
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.schema import TRAJECTORY
 
 T = TypeVar("T")
 
@@ -69,7 +71,7 @@ class History:
             "rows": {
                 (stage.stage, stage.iteration): [
                     # without the metadata of the file, which name the run
-                    sha256_of(parquet_bytes(store.read_shard(shard).replace_schema_metadata()))
+                    sha256_of(parquet_bytes(_repeatable(store.read_shard(shard)).replace_schema_metadata()))
                     for shard in store.manifest(stage).shards
                 ]
                 for stage in self.commits(StageCommit)
@@ -97,3 +99,10 @@ class History:
         if closes:
             assert pd.read_parquet(self.folder / "metrics")["iteration"].is_unique
         assert len(self.run.metrics()) == self.state.iteration
+
+
+def _repeatable(rows: pa.Table) -> pa.Table:
+    """Drops measured times."""
+    return rows.drop_columns(
+        [name for name in rows.column_names if name in TRAJECTORY and TRAJECTORY[name].is_measured]
+    )

@@ -51,11 +51,22 @@ def show(
     full: Annotated[
         bool, typer.Option("--full", help="with what all prompts begin with, which a table otherwise folds")
     ] = False,
+    agent: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="a trajectory_id: what happened in it, turn by turn, with its tools and times"),
+    ] = None,
 ) -> None:
-    """Show trajectories, with the columns of all stages."""
+    """Show trajectories, with the columns of all stages; with --agent, the turns of one."""
     from ratchet.flows.commands import tables
     from ratchet.infra.runs.run import open_run
 
+    if agent is not None:
+        if where or columns or format not in (Format.table, Format.json):
+            raise UserError(
+                "--agent shows one trajectory: leave out --where and --columns, and use --format json or none"
+            )
+        tables.show_timeline(console, open_run(url_of(name, store)), agent, iteration, format.value)
+        return
     tables.show(console, open_run(url_of(name, store)), iteration, where, columns, limit, format.value, full)
 
 

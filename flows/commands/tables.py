@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,11 @@ from ratchet.infra.runs.query import LIMITS
 from ratchet.infra.runs.run import Run, own_answers
 from ratchet.infra.runs.sql import Statement, execute, isolated, reason
 from ratchet.infra.store.run_store import VALIDATE
+from ratchet.rlhf.agents.timelines import COLUMNS, timeline
 from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError, counted, reached
-from ratchet.rlhf.schema import PARTS, TRAJECTORY
+from ratchet.rlhf.schema import PARTS, TRAJECTORY, trajectory_of
 from ratchet.rlhf.validation import STDERR, means, sums
 
 if TYPE_CHECKING:
@@ -40,10 +42,13 @@ if TYPE_CHECKING:
     from ratchet.flows.ui.documents import Decode
     from ratchet.infra.runs.listing import RunSummary
     from ratchet.infra.runs.verify import Finding
+    from ratchet.rlhf.agents.timelines import Conversation, Turn
     from ratchet.tasks.analysis.bisect import Hack, Rescored
     from ratchet.tasks.analysis.explain import Origin
 
 
+SHOWN_CHARACTERS = 600
+"""Characters of a message that a timeline prints."""
 FOLDED_LINES, FOLDED_CHARACTERS = 3, 200
 """Lines or characters from which on a common beginning of all prompts is folded."""
 
@@ -229,6 +234,115 @@ def show(
     if format == "table":
         for line in _left_out(run, chosen, trajectories):
             console.print(line, highlight=False, soft_wrap=True)
+
+
+def show_timeline(console: Console, run: Run, row_id: str, iteration: int | None, format: str) -> None:
+    """Prints what happened in a trajectory, turn by turn.
+
+    Args:
+        row_id: The id of the trajectory, or of one of its conversations.
+        iteration: The iteration of its row; None: the one that its id names.
+        format: `table`, for people, or `json`.
+
+    Raises:
+        UserError: There is no such trajectory, or it has no turns.
+    """
+    from pydantic import RootModel
+
+    name, key = run.config.run.name, trajectory_of(row_id)
+    named = re.match(r"it(\d+)-", key)
+    if iteration is None:
+        if named is None:
+            raise UserError(f"--agent {row_id}: it names no iteration: add --iteration, or give an id of trajectory_id")
+        iteration = int(named[1])
+    # of the stage that generates: later ones have no rows of trajectories that failed
+    known = run.trajectories(iteration, ["trajectory_id", *COLUMNS])
+    rows = known[known["trajectory_id"].map(trajectory_of) == key] if len(known) else known
+    if rows.empty or (row_id != key and row_id not in set(rows["trajectory_id"])):
+        raise UserError(
+            f"--agent {row_id}: iteration {iteration} of {name} has no such trajectory; `ratchet show "
+            f"{shlex.quote(run_argument(run.store.url))} --iteration {iteration} --columns trajectory_id` lists some"
+        )
+    told = timeline(rows.to_dict("records"))
+    if row_id != key:
+        told = replace(told, conversations=tuple(part for part in told.conversations if part.id == row_id))
+    if not any(part.turns for part in told.conversations) and not told.errors:
+        raise UserError(
+            f"--agent {row_id}: it has no turns: the run has neither rollout.environment nor rollout.agent; "
+            "`ratchet show` without --agent prints its response"
+        )
+    if format == "json":
+        print(RootModel(told).model_dump_json())
+        return
+    console.print(Text(visible(f"{told.id} of {name}{_score_of(run, iteration, told.id)}")))
+    for conversation in told.conversations:
+        console.print(_timeline_tree(conversation, told.seconds), soft_wrap=False)
+    for text in told.errors:
+        console.print(Text(f"error: {visible(text)}", style="red"))
+
+
+def _score_of(run: Run, iteration: int, trajectory_id: str) -> str:
+    """Returns the score of a trajectory in words; empty if it has none."""
+    if not run.store.shards_of(run.store.iteration_state(iteration), "score"):
+        return ""
+    scores = run.trajectories(iteration, ["trajectory_id", "score"])
+    own = scores.loc[scores["trajectory_id"] == trajectory_id, "score"] if len(scores) else []
+    return f", score {float(own.iloc[0]):g}" if len(own) else ""
+
+
+BAR = 24
+"""Width of the bar of a trajectory's time, in characters."""
+KINDS = (("model", "model_s", "█"), ("tool", "tool_s", "▓"), ("waiting", "waiting_s", "░"))
+"""Kinds of seconds: name, attribute of `Turn`, and the character of its part of a bar."""
+
+
+def _timeline_tree(conversation: Conversation, whole: float) -> Tree:
+    tree = Tree(Text(visible(conversation.id), style="bold"))
+    for number, turn in enumerate(conversation.turns, 1):
+        for role, content in turn.heard:
+            tree.add(_quoted(role, content))
+        spent = [(kind, getattr(turn, name)) for kind, name, _ in KINDS]
+        if turn.model_s is None and turn.answered_s is not None:
+            spent.insert(0, ("answered in", turn.answered_s))
+        facts = [f"turn {number}"]
+        facts += [] if turn.tokens is None else [counted(turn.tokens, "token")]
+        facts += [f"{kind} {_seconds(value)}" for kind, value in spent if value is not None]
+        facts += [] if turn.reward is None else [f"reward {turn.reward:g}"]
+        branch = tree.add(Text.assemble((" · ".join(facts), "dim"), "\n", _bar(turn, whole)))
+        if turn.text or not turn.calls:
+            branch.add(_quoted("policy", turn.text or "(empty)"))
+        for call in turn.calls:
+            called = branch.add(_quoted(f"calls {call.name}", call.arguments))
+            if call.answer is not None:
+                called.add(_quoted("answer", call.answer))
+        if turn.answer is not None:
+            branch.add(_quoted("environment", turn.answer))
+    return tree
+
+
+def _bar(turn: Turn, whole: float) -> str:
+    """Draws where the turn is in the time of the trajectory."""
+    if not whole:
+        return ""
+    bar, at = ["·"] * BAR, turn.start_s or 0.0
+    parts = [(turn.answered_s, "█")] if turn.model_s is None else []
+    for seconds, mark in [*parts, *((getattr(turn, name), mark) for _, name, mark in KINDS)]:
+        if seconds:
+            first, last = (min(BAR - 1, int(BAR * each / whole)) for each in (at, at + seconds))
+            bar[first : last + 1] = [mark] * (last + 1 - first)
+            at += seconds
+    return "".join(bar)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def _quoted(role: str, content: str) -> Text:
+    """Formats what was said; long texts are cut, and say so."""
+    cut = content[:SHOWN_CHARACTERS]
+    more = f"… ({counted(len(content), 'character')}: --format json)" if len(content) > len(cut) else ""
+    return Text.assemble((f"{visible(role)}: ", "bold"), visible(cut), more)
 
 
 def _left_out(run: Run, iteration: int, shown: pd.DataFrame) -> list[str]:

@@ -15,6 +15,7 @@ from ratchet.infra.store.log import Corrupt, read_verified
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import ObjectRef
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.schema import trajectory_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,16 +118,17 @@ def full_rows(
     """Reads trajectories of an iteration, with the columns of all stages.
 
     Args:
-        trajectory_id: The only one to read; None: the first `SAMPLED` by id.
+        trajectory_id: The only one to read, with all conversations of its agent; None: the first `SAMPLED` by id.
 
     Returns:
-        A row per trajectory, without columns of stages that have no commits, and the damages. Empty if there is none.
+        A row per trajectory or conversation, without columns of stages that have no commits, and the damages. Empty if
+        there is none.
     """
     import pandas as pd
 
-    where = "" if trajectory_id is None else "WHERE trajectory_id = $id"
+    where = "" if trajectory_id is None else "WHERE split_part(trajectory_id, '-b', 1) = $id"
     sql = f"SELECT * FROM trajectories {where} ORDER BY trajectory_id LIMIT {SAMPLED}"
-    statement = Statement(sql, {} if trajectory_id is None else {"id": trajectory_id})
+    statement = Statement(sql, {} if trajectory_id is None else {"id": trajectory_of(trajectory_id)})
 
     def rows(readable: Tables) -> pd.DataFrame:
         if "trajectories" not in readable.columns:

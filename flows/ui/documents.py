@@ -20,7 +20,7 @@ from ratchet.infra.runs.run import OnDamage, Run
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.records import Fork, StageCommit
 from ratchet.infra.store.run_store import VALIDATE
-from ratchet.rlhf.agents.transcripts import transcript
+from ratchet.rlhf.agents.timelines import Timeline, timeline
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.metrics import BY_NAME, VALIDATION, stderr_of
@@ -128,11 +128,6 @@ class Trajectories(Document):
     """Data that could not be read, and is left out."""
 
 
-class Turn(Document):
-    role: str
-    content: str
-
-
 class TrajectoryDocument(Document):
     """One trajectory, with the quantities that colour its tokens."""
 
@@ -145,7 +140,8 @@ class TrajectoryDocument(Document):
     finish_reason: str
     score: float | None
     parts: dict[str, float | None]
-    turns: list[Turn]
+    timeline: Timeline | None
+    """All conversations of the trajectory; None if its run has neither an environment nor an agent."""
     errors: list[str]
     tokens: list[str] | None
     """The text of each token; None if the run's tokenizer was not found."""
@@ -300,10 +296,20 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return values
 
 
-def trajectory(row: Row, decode: Decode | None, scales: Mapping[str, tuple[float, float]]) -> TrajectoryDocument:
-    """Describes a trajectory, given a row with the columns of all stages that have processed it."""
+def trajectory(
+    row: Row, decode: Decode | None, scales: Mapping[str, tuple[float, float]], rows: Sequence[Row] = ()
+) -> TrajectoryDocument:
+    """Describes a trajectory.
+
+    Args:
+        row: A row with the columns of all stages that have processed it.
+        decode: Decodes tokens; None: they are not shown.
+        scales: The values of full colour of each quantity.
+        rows: All rows of the trajectory, if an agent had several conversations.
+    """
     ids = tuple(int(token) for token in row["response_ids"])
     quantities = {name: [_number(x) for x in values] for name, values in quantities_of(row).items()}
+    told = timeline(rows or [row])
     return TrajectoryDocument(
         id=row["trajectory_id"],
         prompt_id=row["prompt_id"],
@@ -314,20 +320,13 @@ def trajectory(row: Row, decode: Decode | None, scales: Mapping[str, tuple[float
         finish_reason=row["finish_reason"],
         score=_number(row.get("score")),
         parts={name: _number(value) for name, value in (_present(row.get("reward_parts")) or {}).items()},
-        turns=_turns(row),
+        timeline=told if told.errors or any(part.turns for part in told.conversations) else None,
         errors=[text for name in ("rollout_error", "reward_error") if (text := _text(row.get(name)))],
         tokens=token_texts(ids, decode) if decode is not None else None,
         length=len(ids),
         quantities=quantities,
         scales={name: scales[name] for name in quantities if name in scales},
     )
-
-
-def _turns(row: Row) -> list[Turn]:
-    """Returns the turns of a trajectory; for an agent, the messages of its calls."""
-    if len(calls := _array(row.get("calls"))):
-        return [Turn(role=role, content=content) for role, content in transcript(calls)]
-    return [Turn(**turn) for turn in _array(row.get("turns"))]
 
 
 def quantities_of(row: Row) -> dict[str, np.ndarray[Any, Any]]:
@@ -416,10 +415,6 @@ def _present(value: Any) -> Any:
 
 def _text(value: Any) -> str:
     return "" if _present(value) is None else str(value)
-
-
-def _array(value: Any) -> Sequence[Any]:
-    return [] if _present(value) is None else value
 
 
 def _number(value: Any, digits: int = 4) -> float | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 
 STATIC = Path(__file__).parent / "static"
-MODULES = ("dom", "address", "histograms", "source", "charts", "plot", "runs", "trajectories")
+MODULES = ("dom", "address", "histograms", "source", "charts", "plot", "runs", "timeline", "trajectories")
 """Modules that others import, as `ui/<module>`."""
 
 

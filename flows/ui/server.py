@@ -119,14 +119,15 @@ class Opened:
         tables, damages = self.tables(iteration)
         frame, unreadable = browsing.full_rows(child, tables, iteration, trajectory_id)
         rows = frame.to_dict("records")
-        if not rows:
+        row = next((row for row in rows if row["trajectory_id"] == trajectory_id), None)
+        if row is None:
             missing = f"iteration {iteration} of {self.run.store.url} has no trajectory {trajectory_id}"
             raise UserError("; ".join([missing, *damages, *unreadable]))
         if (iteration, version) not in self._scales:
             sample, _ = browsing.full_rows(child, tables, iteration)
             newest = list(self._scales.items())[1 - KEPT_SCALES :]
             self._scales = dict([*newest, ((iteration, version), scales_of(sample))])
-        return trajectory(rows[0], self._decode, self._scales[iteration, version])
+        return trajectory(row, self._decode, self._scales[iteration, version], rows)
 
     @cached_property
     def _decode(self) -> Decode | None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from ratchet.rlhf.agents.sessions import Recorded
 from ratchet.rlhf.environments.dialogues import Dialogue, joined
+from ratchet.rlhf.schema import SECONDS
 
 CALL_COLUMNS: Mapping[str, tuple[pa.DataType, str]] = {
     "trajectory_id": (pa.string(), "the trajectory, or of `ratchet serve` the conversation"),
@@ -39,6 +40,7 @@ JOURNAL = pa.schema(
         "turn_starts": pa.list_(pa.int32()),
         "turn_ends": pa.list_(pa.int32()),
         "turn_rewards": pa.list_(pa.float64()),
+        "turn_seconds": SECONDS,
         "parts": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
         "finish_reason": pa.string(),
         "tool_error": pa.string(),

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ratchet.rlhf import event_loop
+from ratchet.rlhf import event_loop, spans
 from ratchet.rlhf.agents.sessions import Policy, Recorded, Recorder
 from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.responses import response_text
@@ -77,6 +78,8 @@ class Rules:
     """Stores the answers that programs receive."""
     recorded: Mapping[str, Sequence[Recorded]] = field(default_factory=dict)
     """Answers of an earlier process, by trajectory id."""
+    partner: str = ""
+    """Name of the environment or the agent; spans have it."""
     turns: TurnRecorder | None = None
     """Stores the turns of durable environments; None: they are not stored, or there are none."""
 
@@ -96,6 +99,8 @@ class _Running:
     turns: set[asyncio.Task[None]] = field(default_factory=set)
     """The requests in the engine: at most one, unless an agent makes several calls at the same time."""
     is_past_gate: bool = False
+    span: spans.Span = spans.NOTHING
+    """The trajectory's span, if it talks to an environment or an agent."""
     is_announced: bool = True
     """True if a batch of the engine waits for its requests."""
 
@@ -240,23 +245,8 @@ class Generator:
             if not running.is_past_gate:
                 await self._gate.wait()
                 running.is_past_gate = True
-            tries = TRIES
-            while not dialogue.finish_reason:
-                try:
-                    if rules.agents is not None:
-                        await self._run_agent(running, rules, rules.agents)
-                    else:
-                        await self._take_turn(running, rules)
-                except EnvironmentFailed as error:
-                    tries -= 1
-                    if rules.on_error == "fail":
-                        raise
-                    if rules.on_error == "retry" and tries:
-                        if rules.environments is not None:
-                            rules.environments.forget(dialogue)
-                        dialogue.restart()
-                    else:
-                        dialogue.error, dialogue.finish_reason = str(error), "error"
+            with self._span(dialogue, rules) as running.span:
+                await self._write_turns(running, rules)
             self._end(dialogue)
         except asyncio.CancelledError:
             raise
@@ -270,6 +260,79 @@ class Generator:
                 rules.environments.forget(dialogue)
             await self._tell_idle()
 
+    async def _write_turns(self, running: _Running, rules: Rules) -> None:
+        """Writes turns until the trajectory ends."""
+        dialogue, tries = running.dialogue, TRIES
+        while not dialogue.finish_reason:
+            try:
+                if rules.agents is not None:
+                    await self._run_agent(running, rules, rules.agents)
+                else:
+                    await self._take_turn(running, rules)
+            except EnvironmentFailed as error:
+                tries -= 1
+                if rules.on_error == "fail":
+                    raise
+                if rules.on_error == "retry" and tries:
+                    if rules.environments is not None:
+                        rules.environments.forget(dialogue)
+                    dialogue.restart()
+                else:
+                    dialogue.error, dialogue.finish_reason = str(error), "error"
+        if dialogue.error is not None:
+            running.span.failed("EnvironmentFailed")
+
+    @contextmanager
+    def _span(self, dialogue: Dialogue, rules: Rules) -> Iterator[spans.Span]:
+        """Opens the span of a trajectory, if it talks to an environment or an agent."""
+        if rules.environments is None and rules.agents is None:
+            yield spans.NOTHING
+            return
+        conversation = dialogue.request.trajectory_id
+        with spans.span(
+            spans.AGENT,
+            lambda: rules.partner,
+            lambda: {"gen_ai.agent.name": rules.partner, "gen_ai.conversation.id": conversation, **self._provided()},
+        ) as opened:
+            yield opened
+
+    def _provided(self) -> spans.Attributes:
+        return {"gen_ai.provider.name": "ratchet", "gen_ai.request.model": self._model}
+
+    @property
+    def _model(self) -> str:
+        return str(getattr(self.tokenizer, "name_or_path", ""))
+
+    def _asked(self, request: Request, sampling: Sampling) -> spans.Attributes:
+        """Returns the attributes of a model call."""
+        asked: spans.Attributes = {
+            **self._provided(),
+            "gen_ai.conversation.id": request.trajectory_id,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.max_tokens": request.max_tokens or sampling.max_tokens,
+            "gen_ai.usage.input_tokens": len(request.prompt_ids),
+        }
+        if spans.has_content():
+            text = str(self.tokenizer.decode(request.prompt_ids))
+            return {**asked, "gen_ai.input.messages": spans.text_message("user", text)}
+        return asked
+
+    def _answered(self, dialogue: Dialogue) -> spans.Attributes:
+        """Returns the attributes of the answer to a model call."""
+        turn = dialogue.ids[dialogue.turn_starts[-1] :]
+        reason = dialogue.finish_reason or "stop"
+        answered: spans.Attributes = {
+            "gen_ai.response.model": self._model,
+            "gen_ai.response.finish_reasons": [reason],
+            "gen_ai.usage.output_tokens": len(turn),
+            "ratchet.policy_version": self.version,
+        }
+        if spans.has_content():
+            text = response_text(turn, self.tokenizer)
+            return {**answered, "gen_ai.output.messages": spans.text_message("assistant", text, reason)}
+        return answered
+
     async def _tell_idle(self) -> None:
         async with self._idle:
             self._idle.notify_all()
@@ -281,7 +344,7 @@ class Generator:
             await self._policy_turn(running, dialogue, sampling, answers=("stop",), on_tokens=on_tokens)
 
         recorded = rules.recorded.get(running.dialogue.request.trajectory_id, ())
-        policy = Policy(self.tokenizer, rules.sampling, generate, rules.recorder)
+        policy = Policy(self.tokenizer, rules.sampling, generate, rules.recorder, running.span)
         await agents.run(running.dialogue, policy, recorded)
 
     async def _take_turn(self, running: _Running, rules: Rules) -> None:
@@ -307,7 +370,9 @@ class Generator:
             return
         if is_new:
             if record is not None:  # else a crash could draw another turn after the environment has read this one
+                began = time.perf_counter()
                 await record.record(dialogue)
+                dialogue.spent(waiting=time.perf_counter() - began)
         elif environments.durable:
             text = response_text(turn, self.tokenizer)
             if not await environments.is_repeatable(dialogue, text):
@@ -357,7 +422,8 @@ class Generator:
         """
 
         async def generate(engine: RolloutEngine, request: Request) -> None:
-            interrupted_at = len(dialogue.ids)
+            nonlocal in_engine
+            interrupted_at, since = len(dialogue.ids), time.perf_counter()
             async with aclosing(engine.stream(request, sampling)) as chunks:
                 async for chunk in chunks:
                     if dialogue.turn_starts[-1] < interrupted_at:
@@ -367,12 +433,35 @@ class Generator:
                             "the model gave log-probs that are not finite while generating: nothing is committed"
                         )
                     dialogue.wrote(chunk, self.version)
+                    # after each chunk, because a journal may be written now
+                    now = time.perf_counter()
+                    dialogue.spent(model=now - since)
+                    in_engine, since = in_engine + now - since, now
                     on_tokens()
                     if chunk.finish_reason is not None:
                         if chunk.finish_reason not in answers:
                             dialogue.finish_reason = chunk.finish_reason
                         return
 
+        began, in_engine = time.perf_counter(), 0.0
+        if dialogue.unanswered_turn is not None:
+            return
+        asked = dialogue.next_request(sampling)
+        with spans.span(
+            spans.CHAT, lambda: self._model, lambda: self._asked(asked, sampling), parent=running.span
+        ) as chat:
+            await self._continued(running, dialogue, sampling, generate)
+            chat.set(lambda: self._answered(dialogue))
+        dialogue.spent(waiting=max(0.0, time.perf_counter() - began - in_engine))
+
+    async def _continued(
+        self,
+        running: _Running,
+        dialogue: Dialogue,
+        sampling: Sampling,
+        generate: Callable[[RolloutEngine, Request], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Sends requests to the engine until the policy's turn is complete."""
         # after an interruption, another request continues from the tokens so far
         while dialogue.unanswered_turn is None:
             if self.interruptible or not running.is_past_gate:

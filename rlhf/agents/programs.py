@@ -96,17 +96,18 @@ class AgentCalls:
             await session.close()
             running.cancel()
             fatal.cancel()
+            # also those of a program that failed: people read how it came to that
+            dialogue.branches = [branch.dialogue for _, branch in sorted(session.branches.items())]
         if session.error is not None:
             raise AgentFailed(f"{KEY} made a call that was refused: {session.error} ({name})")
-        branches = [branch.dialogue for _, branch in sorted(session.branches.items())]
-        if not branches:
+        if not dialogue.branches:
             raise AgentFailed(f"{KEY} returned without an answer of the policy ({name})")
         if self._must_reward and result.reward is None:
             raise AgentFailed(
                 f"{KEY} returned None, and reward.function and reward.model are null: return a reward, or set one of "
                 f"them ({name})"
             )
-        dialogue.branches, dialogue.result = branches, result
+        dialogue.result = result
         dialogue.finish_reason = session.limit or "stop"
 
     async def _returned(self, dialogue: Dialogue, base_url: str, api_key: str, recorder: Recorder | None) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ratchet.rlhf import spans
 from ratchet.rlhf.agents.conversations import Branch, CannotRender, Continuation, Conversation
 from ratchet.rlhf.data.prompts import BYTES_A_TOKEN
 from ratchet.rlhf.data.responses import response_text
@@ -131,6 +132,8 @@ class Policy:
     generate: Generate
     recorder: Recorder | None
     """Stores answers before the caller receives them; None: they are not stored."""
+    span: spans.Span = spans.NOTHING
+    """The span of the trajectory."""
 
 
 @dataclass(eq=False)
@@ -156,6 +159,13 @@ class Session:
     def __post_init__(self) -> None:
         self.branches: dict[int, Branch] = {}
         self._calls = 0
+        self._tools: dict[str, tuple[Mapping[str, str], float]] = {}
+        """The calls of tools whose results the program has not brought yet, by id, if there are spans: the function,
+        and when the program got the call."""
+        self._answered: Dialogue | None = None
+        """The conversation that got the last answer."""
+        self._idle_since: float | None = None
+        """When the last call ended, if none is in progress."""
         self._tasks: set[asyncio.Task[PolicyReply]] = set()
         self._known: dict[str, deque[Recorded]] = defaultdict(deque)
         for answer in self.recorded:
@@ -183,6 +193,7 @@ class Session:
         """
         task = asyncio.create_task(self._answer(asked, on_text))
         self._tasks.add(task)
+        self._end_of_idle()
         self.on_idle(False)
         task.add_done_callback(self._done)
         return task
@@ -190,14 +201,22 @@ class Session:
     def _done(self, task: asyncio.Task[PolicyReply]) -> None:
         self._tasks.discard(task)
         if not self._tasks:
+            self._idle_since = time.perf_counter()
             self.on_idle(True)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, Refused) and self.fatal is not None and not self.fatal.done():
             self.fatal.set_exception(error)
 
+    def _end_of_idle(self) -> None:
+        """Adds the program's own time since the last call to the seconds of the turn that was answered last."""
+        if self._idle_since is not None and self._answered is not None:
+            self._answered.spent(tool=time.perf_counter() - self._idle_since)
+        self._idle_since = None
+
     async def close(self) -> None:
         """Refuses further calls, and cancels those in progress."""
         self.is_over = True
+        self._end_of_idle()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -259,12 +278,15 @@ class Session:
                 finish_reason=reason,
                 asked=json.dumps(news, ensure_ascii=False),
                 answer=json.dumps(answer.message, ensure_ascii=False),
-                started=started,
-                seconds=time.perf_counter() - began,
+                # an answer of an earlier process keeps its times
+                started=started if earlier is None else earlier.started,
+                seconds=time.perf_counter() - began if earlier is None else earlier.seconds,
             )
             # stored before the program receives it: a resumed run must give the same answer
             if self.policy.recorder is not None and earlier is None:
+                asking = time.perf_counter()
                 await self.policy.recorder.record(recorded)
+                dialogue.spent(waiting=time.perf_counter() - asking)
         except BaseException:
             dialogue.take_back(before)
             branch.is_busy = False
@@ -273,20 +295,37 @@ class Session:
                 del self.branches[branch.number]
             raise
         branch.is_busy = False
+        if spans.is_on():
+            self._tell_tools(news, answer.message, started)
         history = asked.conversation.parts if continuation is None else continuation.history
         branch.history = [*history, asked.conversation.answer_part(answer.message)]
         branch.after.append(len(branch.history))
+        self._answered = dialogue
         dialogue.calls.append(
             AgentCall(
                 asked=recorded.asked,
                 answer=recorded.answer,
                 start=start,
                 end=len(dialogue.ids),
-                started=started,
+                started=recorded.started,
                 seconds=recorded.seconds,
             )
         )
         return answer
+
+    def _tell_tools(self, news: Mapping[str, Any], answer: Mapping[str, Any], started: float) -> None:
+        """Adds the spans of the tools whose results a call brought: from the answer that asked for them to the call."""
+        for message in news.get("messages", ()):
+            made = self._tools.pop(message.get("tool_call_id"), None)
+            if made is not None:
+                function, since = made
+                details = {"gen_ai.tool.call.id": message["tool_call_id"]}
+                if spans.has_content():
+                    details["gen_ai.tool.call.arguments"] = function["arguments"]
+                    details["gen_ai.tool.call.result"] = str(message.get("content"))
+                spans.add_tool(function["name"], details, since, started, self.policy.span)
+        now = time.time()
+        self._tools |= {call["id"]: (call["function"], now) for call in answer.get("tool_calls", ())}
 
     def _check_size(self, conversation: Conversation) -> None:
         """Refuses a far too long conversation before it is tokenized, which keeps the engine waiting."""

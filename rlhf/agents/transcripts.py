@@ -27,16 +27,18 @@ def transcript(calls: Iterable[Mapping[str, Any]]) -> list[Said]:
             lines.append(Said("tools", ", ".join(tool["function"]["name"] for tool in asked["tools"])))
         if "prompt" in asked:
             lines.append(Said("prompt", str(asked["prompt"])))
-        lines += [Said(message["role"], _content(message)) for message in asked.get("messages", ())]
-        lines.append(Said("policy", _content(json.loads(call["answer"]))))
+        lines += [Said(message["role"], content_text(message)) for message in asked.get("messages", ())]
+        lines.append(Said("policy", content_text(json.loads(call["answer"]))))
     return lines
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def content_text(message: Mapping[str, Any]) -> str:
+    """Returns the text of a message, with tool calls as ``name(arguments)``."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    written = [f"{call['name']}({_arguments(call['arguments'])})" for call in calls]
+    written = [f"{call['name']}({arguments_text(call['arguments'])})" for call in calls]
     return "\n".join(part for part in (message.get("content"), *written) if part)
 
 
-def _arguments(arguments: Any) -> str:
+def arguments_text(arguments: Any) -> str:
+    """Returns the arguments of a tool call as JSON."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ratchet.rlhf.data.chat_turns import CONTENT, around_content, render_contents, text_ids, token_ids
 from ratchet.rlhf.data.formats import Message, Messages, Tools
@@ -41,6 +41,7 @@ JOURNALED = (
     "turn_starts",
     "turn_ends",
     "turn_rewards",
+    "turn_seconds",
     "parts",
     "finish_reason",
     "tool_error",
@@ -54,6 +55,17 @@ CONTINUED = ("turn_starts", "turn_ends", "turn_rewards")
 """Those with one entry per turn, which a trajectory that continues another one has of it."""
 CALL_ID = "000000000"
 """Id of a tool call for chat templates that require one, such as Mistral's, with nine characters."""
+
+
+class TurnSeconds(TypedDict):
+    """What a turn took, in seconds. None: it was not measured, or nothing of the kind happened."""
+
+    model: float | None
+    """In the rollout engine."""
+    tool: float | None
+    """In the environment, or in the agent's program before its next call."""
+    waiting: float | None
+    """For new weights, for a free slot of `rollout.environment.concurrency`, and for the store."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,8 @@ class Dialogue:
     """Position after the last token of each complete turn of the policy."""
     turn_rewards: list[float] = field(default_factory=list)
     """The environment's reward for each turn that it has answered."""
+    turn_seconds: list[TurnSeconds] = field(default_factory=list)
+    """What each turn that the policy has started took. The items are replaced, never changed: copies share them."""
     parts: list[dict[str, str | float]] = field(default_factory=list)
     """The name and the value of each number that the environment's observations have."""
     finish_reason: str = ""
@@ -198,6 +212,7 @@ class Dialogue:
         for name in JOURNALED:
             if name in row:  # a journal of an older version lacks the newest
                 setattr(self, name, copy(row[name]))
+        self._pad_seconds()
         self.stored = len(self.ids), len(self.states)
 
     def take_back(self, before: Dialogue) -> None:
@@ -221,6 +236,7 @@ class Dialogue:
         """Returns the request for the tokens that follow, starting a turn if none is open."""
         if len(self.turn_starts) == len(self.turn_ends):
             self.turn_starts.append(len(self.ids))
+            self._pad_seconds()
         limit = sampling.max_tokens if self.request.max_tokens is None else self.request.max_tokens
         return replace(
             self.request,
@@ -238,6 +254,21 @@ class Dialogue:
         if chunk.finish_reason is not None:
             self.turn_ends.append(len(self.ids))
 
+    def spent(self, *, model: float = 0.0, tool: float = 0.0, waiting: float = 0.0) -> None:
+        """Adds seconds to those of the newest turn, if there is one."""
+        if self.turn_seconds:
+            last = self.turn_seconds[-1]
+            self.turn_seconds[-1] = {
+                "model": _sum(last["model"], model),
+                "tool": _sum(last["tool"], tool),
+                "waiting": _sum(last["waiting"], waiting),
+            }
+
+    def _pad_seconds(self) -> None:
+        """Adds what was not measured: the seconds of a new turn, or those of a journal of an older version."""
+        missing = len(self.turn_starts) - len(self.turn_seconds)
+        self.turn_seconds += [{"model": None, "tool": None, "waiting": None} for _ in range(missing)]
+
     def restart(self) -> None:
         """Drops all tokens but those of the prefix."""
         attempt = self.attempt + 1
@@ -249,7 +280,8 @@ class Dialogue:
         for name, value in (self.prefix or {}).items():
             setattr(self, name, copy(value))
         # the files of turns begin with the prefix, too
-        self.stored = (0, 0)
+        self.stored, self.branches = (0, 0), []
+        self._pad_seconds()
 
     def answered_by(self, reward: float, *parts: Mapping[str, float]) -> None:
         """Adds the environment's reward for the policy's last turn, and the named numbers of its observations."""
@@ -307,6 +339,10 @@ def joined(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             wholes[row["attempt"], _digest(whole["ids"])] = whole
             furthest = {**row, **whole}
     return furthest
+
+
+def _sum(seconds: float | None, more: float) -> float | None:
+    return seconds if not more else (seconds or 0.0) + more
 
 
 def _progress(row: Mapping[str, Any]) -> tuple[int, int, int, bool]:

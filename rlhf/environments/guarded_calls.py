@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import json
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from ratchet.rlhf import spans
 from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.data.responses import response_text
@@ -129,8 +133,12 @@ class EnvironmentCalls:
             call = partial(environment.step, turn, key)
         else:
             call = partial(environment.step, turn)
-        observation: Observation = await self._call(call, where)
-        return _checked(observation, where)
+        # the tools of the environment `tools` have spans of their own
+        opened = nullcontext(spans.NOTHING) if getattr(environment, "has_spans", False) else _span(environment, turn)
+        with opened as span:
+            observation = _checked(await self._call(call, where, dialogue), where)
+            span.set(lambda: _answer_of(observation))
+        return observation
 
     async def ended(self, dialogue: Dialogue) -> Observation:
         """Returns the reward of a trajectory that its environment, an `Ending`, has not ended.
@@ -147,7 +155,7 @@ class EnvironmentCalls:
         environment = self._environments[id(dialogue)]
         assert isinstance(environment, DurableEnvironment)
         where = f"{dialogue.request.trajectory_id}, at snapshot"
-        state: object = await self._call(environment.snapshot, where)
+        state: object = await self._call(environment.snapshot, where, dialogue)
         if not isinstance(state, str):
             raise EnvironmentFailed(f"{KEY} snapshot returned {state!r:.60}, which is not a text ({where})")
         return state
@@ -163,8 +171,11 @@ class EnvironmentCalls:
         """Closes and drops a trajectory's environment, if it has one."""
         _close(self._environments.pop(id(dialogue), None))
 
-    async def _call(self, call: Callable[[], Any], where: str) -> Any:
+    async def _call(self, call: Callable[[], Any], where: str, dialogue: Dialogue | None = None) -> Any:
+        """Makes a call of an environment; its seconds are added to the turn of `dialogue`."""
+        asked = time.perf_counter()
         async with self._slots:
+            began = time.perf_counter()
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await in_thread(call)
@@ -172,6 +183,9 @@ class EnvironmentCalls:
                 reason = f"took longer than {KEY}.timeout_s {self._timeout_s:g} s"
             except Raised as failure:
                 reason = f"raised {raised(failure.error)}"
+            finally:
+                if dialogue is not None:
+                    dialogue.spent(waiting=began - asked, tool=time.perf_counter() - began)
         raise EnvironmentFailed(f"{KEY} {reason} ({where})")
 
 
@@ -221,6 +235,25 @@ def _about_json(prompt: Prompt) -> str:
         f"; ground_truth is the text {truth[:60]!r} in this file: decode it in reset (json.loads(ground_truth)), or "
         "store it as a structure"
     )
+
+
+def _span(environment: Environment | DurableEnvironment, turn: str) -> AbstractContextManager[spans.Span]:
+    """Opens the span of an environment's answer."""
+    kind = type(environment)
+    name = kind.__module__ if kind.__name__ == "Environment" else kind.__qualname__
+
+    def asked() -> spans.Attributes:
+        known: spans.Attributes = {"gen_ai.tool.name": name, "gen_ai.tool.type": "function"}
+        return {**known, "gen_ai.tool.call.arguments": json.dumps({"turn": turn})} if spans.has_content() else known
+
+    return spans.span(spans.TOOL, lambda: name, asked)
+
+
+def _answer_of(observation: Observation) -> spans.Attributes:
+    if not spans.has_content() or observation.content is None:
+        return {}
+    content = observation.content
+    return {"gen_ai.tool.call.result": content if isinstance(content, str) else json.dumps(content)}
 
 
 class Raised(Exception):

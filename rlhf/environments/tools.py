@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ratchet.rlhf import spans
 from ratchet.rlhf.data.formats import Message, Messages
 from ratchet.rlhf.environments.environment import Observation
 from ratchet.rlhf.environments.tool_sources import CallFailed, Tool, ToolFailed, tools_of
@@ -42,6 +43,8 @@ class Environment:
     """Answers the calls of a turn, in order. A crash repeats none whose result was stored."""
 
     stop = ()
+    has_spans = True
+    """Each call has a span."""
 
     def __init__(self, functions: Sequence[str] = (), mcp: Sequence[str] = ()) -> None:
         """Loads the tools, once per process."""
@@ -95,12 +98,26 @@ class Environment:
         tool: Tool | None = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}"
-        try:
-            return await tool.call(call.arguments, key)
-        except CallFailed as error:
-            if isinstance(error, ToolFailed):
-                failed(str(error)[:LONGEST_ERROR])
-            return f"error: {str(error)[:LONGEST_ERROR]}"
+        with spans.span(spans.TOOL, lambda: call.name, lambda: _asked(call, key)) as span:
+            try:
+                result = await tool.call(call.arguments, key)
+            except CallFailed as error:
+                span.failed(type(error).__name__)
+                if isinstance(error, ToolFailed):
+                    failed(str(error)[:LONGEST_ERROR])
+                return f"error: {str(error)[:LONGEST_ERROR]}"
+            span.set(lambda: {"gen_ai.tool.call.result": result} if spans.has_content() else {})
+            return result
+
+
+def _asked(call: ToolCall, key: str) -> spans.Attributes:
+    """Returns the attributes of a call's span."""
+    known: spans.Attributes = {
+        "gen_ai.tool.name": call.name,
+        "gen_ai.tool.type": "function",
+        "gen_ai.tool.call.id": key,
+    }
+    return {**known, "gen_ai.tool.call.arguments": json.dumps(call.arguments)} if spans.has_content() else known
 
 
 def tool_calls(turn: str, names: Iterable[str]) -> list[ToolCall]:

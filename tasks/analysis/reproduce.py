@@ -22,6 +22,7 @@ from ratchet.infra.workers.calls import RowsCall, UpdateCall
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf import consent
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.tasks.pipeline import all_stages
 from ratchet.tasks.stage import Stage, UpdateStage
 from ratchet.tasks.worker_calls import call_of, on_worker
@@ -98,12 +99,14 @@ def _of_older_code(difference: str, stage: Stage, manifest: Manifest) -> str:
 def first_difference(committed: pa.Table, now: pa.Table) -> str:
     """Describes the first difference of two tables, column by column; empty if there is none.
 
-    Columns of `now` that `committed` does not have are ignored.
+    Columns of `now` that `committed` does not have are ignored, and so are measured times.
     """
     if not set(committed.column_names) <= set(now.column_names):
         return f"columns {', '.join(committed.column_names)} were committed, now {', '.join(now.column_names)}"
     ids = committed["trajectory_id"].to_pylist()
     for name in committed.column_names:
+        if name in TRAJECTORY and TRAJECTORY[name].is_measured:
+            continue
         before, after = committed[name].to_pylist(), now[name].to_pylist()
         if before == after:
             continue

@@ -268,7 +268,7 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
             timeout_s=agent.timeout_s,
             on_error=agent.on_error,
         )
-        return ShardStart(tuple(dialogues), Rules(prompts.sampling, agents=programs))
+        return ShardStart(tuple(dialogues), Rules(prompts.sampling, agents=programs, partner=agent.name))
     if environment is None:
         return ShardStart(tuple(dialogues), Rules(prompts.sampling))
     calls = context.resources.environments(
@@ -278,7 +278,7 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
         concurrency=environment.concurrency,
         on_error=environment.on_error,
     )
-    return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns))
+    return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns, partner=environment.name))
 
 
 def _continued(context: Context[C], prompts: Prompts, prompt: Prompt) -> dict[str, Any]:
@@ -370,6 +370,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "rollout_error": trajectory.error,
                 "tool_error": trajectory.tool_error,
                 "environment_reward": _environment_reward(trajectory, prompts),
+                "turn_seconds": dialogue.turn_seconds[: len(dialogue.turn_ends)] if talks else None,
                 "branch": None if prompts.agent is None else branch,
                 "calls": None if prompts.agent is None else [asdict(call) for call in dialogue.calls],
                 "agent_parts": list(_parts(trajectory).items()) if talks else None,

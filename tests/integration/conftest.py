@@ -17,7 +17,7 @@ from ratchet.flows.train_reward_model import train_reward_model
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.rlhf.config import RewardTraining, SFTConfig
 from ratchet.tasks.analysis.plan import fork_run
-from tests import tiny
+from tests import agents, tiny
 from tests.browser import chromium, opened
 from tests.extras import needs
 from tests.prefect_server import locked
@@ -61,6 +61,20 @@ def _make_others(store: Path, folder: Path, workspace: Path) -> None:
     dialogue = {"rollout__environment": environment, "rollout__max_response_tokens": 48, "reward": {"function": None}}
     changes = {"algorithm__advantage": "grpo", "train__iterations": 1}
     train(tiny.config(workspace, run__name="dialogue", run__store=f"file://{store}", **dialogue, **changes))
+    # the policy calls a tool by chance: one of its tokens is a whole call
+    tiny.model_folder(folder / "caller", letters=["numbers", *"aeinorst ,.", agents.TOOL_CALL])
+    (folder / "template.jinja").write_text(tiny.CHAT_TEMPLATE)
+    template = str(folder / "template.jinja")
+    caller = {"path": str(folder / "caller"), "dtype": "float32", "chat_template": template}
+    agent = {
+        "model": caller,
+        "rollout__agent": {"name": "tests.agents:loses_its_way", "on_error": "drop"},
+        "rollout__max_response_tokens": 600,
+        "data__max_prompt_tokens": 400,
+        "actor__micro_batch_tokens": 4096,
+        "reward": {"function": None},
+    }
+    train(tiny.config(workspace, run__name="agent", run__store=f"file://{store}", **agent, **changes, critic=None))
     rows = [
         {"prompt": f"say {number}", "response": "abc"[number % 3] * 4, "chosen": "abc", "rejected": "123"}
         for number in range(8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from ratchet.infra.runs.run import open_run
+from tests.agents import LONG
 from tests.browser import live, opened, visit, wait_until
 from tests.integration.test_listing import validated
 
@@ -18,6 +20,7 @@ CURVES = """Object.fromEntries([...document.querySelectorAll("#curves .chart")].
      [place.plot.x, ...place.plot.series.map(series => series.values)]]))"""
 SCALES = """[...document.querySelectorAll(".chart")].map(place =>
     [place.plot.x.length, ...place.plot.xs])"""
+TURNS = "all => all.map(li => [...li.querySelectorAll('pre')].map(pre => pre.textContent))"
 LISTED = "[...document.querySelectorAll('#list button')].map(button => button.dataset.id)"
 LEFT_OUT = "Left out, because it could not be read: "
 
@@ -48,10 +51,14 @@ def test_a_dialogue_shows_who_wrote_what(page: Page, other_runs: Path) -> None:
     with live(page, f"file://{other_runs}") as url:
         visit(page, f"{url}#run=dialogue&id={row.name}")
         page.wait_for_selector("#reader .token")
-        turns = page.locator("#reader .turns li").evaluate_all(
-            "all => all.map(li => [...li.children].map(c => c.textContent))"
-        )
-        assert turns == [[turn["role"], turn["content"]] for turn in row["turns"]]
+        turns = page.locator("#reader .turns li").evaluate_all(TURNS)
+        said = [turn["content"] for turn in row["turns"]]
+        assert turns == [[said[place], *said[place + 1 : place + 2]] for place in range(0, len(said), 2)]
+        facts = page.locator("#reader .turns .facts").all_inner_texts()
+        for number, (fact, reward) in enumerate(zip(facts, row["turn_rewards"], strict=True), 1):
+            assert fact.startswith(f"turn {number} · ") and fact.endswith(f" · reward {reward:g}")
+            assert all(f" · {kind} " in fact for kind in ("model", "tool", "waiting"))
+        assert page.locator("#reader .track .kind").count() == 3 * len(facts)
         assert f"environment {row['score']:g}" in page.inner_text("#reader dl")
         page.select_option("#quantity", "written by the policy")
         tokens = page.locator("#reader .token")
@@ -68,6 +75,34 @@ def test_a_dialogue_shows_who_wrote_what(page: Page, other_runs: Path) -> None:
         assert page.evaluate(SCALES), "there are charts"
         for length, low, high in page.evaluate(SCALES):
             assert length == 1 and -1 <= low < 0 < high <= 1, "the only iteration is in the middle"
+
+
+def test_an_agent_shows_its_conversations_and_the_error_that_ended_it(page: Page, other_runs: Path) -> None:
+    run = open_run(f"file://{other_runs}/agent")
+    frame = run.trajectories(0, ["trajectory_id", "calls", "turn_seconds", "rollout_error"])
+    [failed, *more] = frame[frame["rollout_error"].notna()].to_dict("records")
+    assert not more and len(failed["calls"]) == 1, "what it said before it failed is stored"
+    main = next(row for _, row in frame.iterrows() if any('"role": "tool"' in call["asked"] for call in row["calls"]))
+    other = f"{main['trajectory_id']}-b01"
+    with live(page, f"file://{other_runs}") as url:
+        visit(page, f"{url}#run=agent&id={main['trajectory_id']}")
+        page.wait_for_selector("#reader .timeline")
+        called = page.locator("#reader .turns").first.locator(".call")
+        made = [call for one in main["calls"] for call in json.loads(one["answer"]).get("tool_calls") or ()]
+        assert made and called.count() == len(made)
+        for place, call in enumerate(made):
+            assert called.nth(place).locator(".name").inner_text() == call["function"]["name"]
+            assert call["function"]["arguments"] in called.nth(place).locator("summary").inner_text()
+        assert not called.first.evaluate("details => details.open"), "its answer is long"
+        assert called.first.locator("pre").last.text_content() == LONG
+        headings = page.locator("#reader .conversation").all_inner_texts()
+        assert [text.split()[0] for text in headings] == [main["trajectory_id"], other]
+        page.click("#reader .conversation button")
+        wait_until(page, f"document.querySelector('#reader h3').textContent.startsWith('{other} ')")
+        visit(page, f"{url}#run=agent&id={failed['trajectory_id']}")
+        page.wait_for_selector("#reader .timeline [role=alert]")
+        assert "ValueError: it lost its way" in page.inner_text("#reader .timeline [role=alert]")
+        assert page.locator("#reader .turns li").count() == 1
 
 
 @pytest.mark.parametrize(("name", "loss"), [("sft", "sft/loss"), ("judge", "reward/loss")])

@@ -401,7 +401,8 @@ def test_programs_that_fail(play: Play) -> None:
     ):
         [dialogue] = play(program)
         assert dialogue.finish_reason == "error" and said in (dialogue.error or ""), dialogue.error
-        assert not dialogue.branches and dialogue.result is None
+        assert dialogue.result is None
+        assert len(dialogue.branches) == (program in (raises, strange)), "what it said before is stored"
 
     ended = threading.Event()
 

@@ -5,11 +5,11 @@ import * as histograms from "ui/histograms";
 import {at, damages, make, number, options} from "ui/dom";
 import {isOpen} from "ui/runs";
 import {source} from "ui/source";
+import {timeline} from "ui/timeline";
 
 const GROUP = "";
 const HISTORY = ":iterations";  // no run's name has a colon
 const TYPING_MS = 300;
-const FOLDED = 600;  // characters of a turn
 const form = at("filters");
 const filters = ["iteration", "order", "low", "high", "shortest", "longest", "text", "where"];
 let views = [];
@@ -339,23 +339,17 @@ function reader(place, trajectory, name, isMain) {
     response.textContent = trajectory.response;
     controls.append(make("span", {className: "dim"}, "tokens are not coloured: the run's tokenizer was not found"));
   }
-  const turns = trajectory.turns.map(turn);
+  const turns = trajectory.timeline
+    ? [make("h4", {}, "timeline"), timeline(trajectory.timeline, trajectory.id, isMain && source.live ? choose : null)] : [];
   const focused = document.activeElement?.id === "quantity";
   place.replaceChildren(
     make("h3", {}, `${trajectory.id} of ${name}`),
     make("dl", {}, ...facts.flatMap(([fact, value]) => [make("dt", {}, fact), make("dd", {}, value)])),
     make("h4", {}, "prompt"), make("pre", {className: "prompt"}, trajectory.prompt),
-    ...(turns.length ? [make("h4", {}, "turns"), make("ol", {className: "turns"}, ...turns)] : []),
+    ...turns,
     make("h4", {}, "response"), controls, response, told);
   if (coloured) paint(place, trajectory, colour);
   if (focused && isMain) at("quantity")?.focus();
-}
-
-/** A turn; what others than the policy said is folded if it is long. */
-function turn({role, content}) {
-  const text = make("pre", {}, content);
-  if (role === "assistant" || content.length <= FOLDED) return make("li", {}, make("span", {className: "dim"}, role), text);
-  return make("li", {}, make("details", {}, make("summary", {className: "dim"}, `${role}: ${content.slice(0, 80)}… (${content.length} characters)`), text));
 }
 
 /** Tell the numbers of a token under the mouse, or of the one to which the arrow keys have gone. */
