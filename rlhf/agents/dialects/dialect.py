@@ -194,6 +194,7 @@ def function_schema(name: str, description: str | None, parameters: JSONObject |
 
 def _explained(error: ValidationError) -> Refused:
     """Returns the error for malformed parameters."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    # of the ways to read a value, the one that goes furthest is what was meant
+    first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-")))
     return Refused(f"{param or 'the body'}: {first['msg']}", param=param or None)

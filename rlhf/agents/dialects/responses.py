@@ -296,7 +296,7 @@ class _Events(Stream):
             empty = {**item, "content": [], "status": "in_progress"}
             yield self._event("response.output_item.added", output_index=index, item=empty)
             [part] = item["content"]
-            logprobs = {"logprobs": []} if part["type"] == "output_text" else {}
+            logprobs: JSONObject = {"logprobs": []} if part["type"] == "output_text" else {}
             yield self._event("response.content_part.added", **place, content_index=0, part={**part, "text": ""})
             yield self._event(
                 f"response.{part['type']}.delta", **place, content_index=0, delta=part["text"], **logprobs
@@ -327,7 +327,7 @@ def items(answer: PolicyReply) -> Iterator[JSONObject]:
         }
         text = thought.text
     if text or not answer.calls:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        part: JSONObject = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         yield {
             "id": f"msg_{answer.digest[:24]}",
             "type": "message",
