@@ -55,6 +55,7 @@ def mini_swe_agent(base_url: str, api_key: str, model: str) -> tuple[list[str], 
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "MSWEA_CONFIGURED": "true",
         "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
     }
     command = [str(HARNESSES / "mini/bin/mini"), "-m", f"openai/{model}", "-t", TASK, "-y", "--exit-immediately"]
     return command, own
@@ -72,7 +73,10 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 @pytest.mark.parametrize(
     ("harness", "script"),
     [
-        (claude_code, [THOUGHT + call("Bash", f'{{"command": "{WRITE}"}}'), "<think>\nit is\n</think>\n\nIt is there."]),
+        (
+            claude_code,
+            [THOUGHT + call("Bash", f'{{"command": "{WRITE}"}}'), "<think>\nit is\n</think>\n\nIt is there."],
+        ),
         (codex, [THOUGHT + call("exec_command", f'{{"cmd": "{WRITE}"}}'), "<think>\nit is\n</think>\n\nIt is there."]),
         (mini_swe_agent, [THOUGHT + call("bash", f'{{"command": "{c}"}}') for c in (WRITE, SUBMIT)]),
     ],

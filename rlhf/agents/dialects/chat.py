@@ -40,6 +40,18 @@ class ChatMessage(Strict):
     tool_calls: list[MessageCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+
+    def as_written(self) -> JSONObject:
+        """Returns the message; LiteLLM takes the thought out of an answer's content, and gives both back."""
+        message = self.model_dump(exclude_none=True, exclude={"reasoning_content"})
+        if self.role == "assistant" and self.reasoning_content is not None:
+            parts = [] if self.content is None else [self.content] if isinstance(self.content, str) else self.content
+            content = "".join(part if isinstance(part, str) else part.text for part in parts)
+            # others give back the whole content, too
+            if "</think>" not in content:
+                message["content"] = f"<think>{self.reasoning_content}</think>{content}"
+        return message
 
 
 class ToolFunction(Strict):
@@ -72,7 +84,7 @@ class ChatParameters(ChoiceParameters):
             choice = self.tool_choice
             raise cannot_force(choice.function.name if isinstance(choice, NamedTool) else choice)
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
-        conversation = ChatConversation([message.model_dump(exclude_none=True) for message in self.messages], tools)
+        conversation = ChatConversation([message.as_written() for message in self.messages], tools)
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         return Asked(
             conversation,
