@@ -105,7 +105,7 @@ def calls_tools(task: Any, base_url: str, api_key: str, model: str) -> dict[str,
 
 
 def speaks(task: Any, base_url: str, api_key: str, model: str) -> float:
-    """Takes two turns in each dialect, with the vendors' clients, half of them as streams; the reward counts letters."""
+    """Takes two turns in each dialect, the second of some as a stream; the reward counts the letters."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     other = ANTHROPIC.with_options(base_url=base_url.removesuffix("/v1"), api_key=api_key)
     letters = 0
