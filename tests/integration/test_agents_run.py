@@ -135,7 +135,7 @@ def test_branches_are_rows_of_one_trajectory(start: Any, workspace: Path, proces
 def test_a_run_learns_from_calls_in_every_dialect(start: Any, workspace: Path) -> None:
     """Each trained token is one that the policy drew: the rows' log-probs are those of the model that drew them."""
     agent = {"name": "tests.agents:speaks", "on_error": "fail"}
-    config, child = start("speaks", rollout__agent=agent, data__max_prompt_tokens=120, train__iterations=1)
+    config, child = start("speaks", rollout__agent=agent, train__iterations=1)
     assert child.wait() == 0, child.text
     history = History.of(config)
     history.check_sound()
