@@ -121,8 +121,9 @@ def speaks(task: Any, base_url: str, api_key: str, model: str) -> float:
         if turn:
             with other.messages.stream(model=model, messages=messages, max_tokens=6) as stream:
                 message = stream.get_final_message()
-            with client.responses.stream(model=model, input=items, max_output_tokens=6) as events:
-                response = events.get_final_response()
+            # not `responses.stream`, which raises if an answer was cut off
+            *_, last = client.responses.create(model=model, input=items, max_output_tokens=6, stream=True)
+            response = last.response
         else:
             message = other.messages.create(model=model, messages=messages, max_tokens=6)
             response = client.responses.create(model=model, input=items, max_output_tokens=6)
