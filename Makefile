@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm sglang browser ceph kubernetes buildah bubblewrap openenv slurm site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
+.PHONY: demo vllm sglang browser ceph kubernetes buildah bubblewrap openenv harness slurm site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
@@ -53,6 +53,15 @@ build/kubernetes/installed:
 	build/kubernetes/bin/pip install --quiet 'prefect-kubernetes>=0.8' 'kubernetes-validate>=1.37'
 	touch $@
 
+# coding harnesses as their users install them
+build/harness/installed:
+	npm install --silent --no-fund --no-audit --prefix build/harness @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0
+	$(PYTHON) -m venv build/harness/mini
+	build/harness/mini/bin/pip install --quiet mini-swe-agent==2.4.6
+	touch $@
+
+harness: build/harness/installed ## Claude Code, Codex and mini-swe-agent for the test of harnesses, with npm and pip
+
 buildah: ## buildah and debootstrap for the test of the image, with apt
 ifeq ($(shell command -v buildah && command -v debootstrap),)
 	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends buildah debootstrap; fi
@@ -92,7 +101,7 @@ test-versions: ## some of them with the oldest versions that pyproject.toml take
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) -m "not slow" $(OTHERS)
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) tests/integration/test_train.py
 
-test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah bubblewrap openenv slurm site-environment`
+test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah bubblewrap openenv harness slurm site-environment`
 	$(PYTEST) -m slow $(TESTS)
 
 test-sglang: build/sglang/installed ## those that ask a real SGLang server

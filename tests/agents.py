@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI
 
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None)
 """Making a client takes long; its copies with other keys share its connections."""
+ANTHROPIC = Anthropic(base_url="http://127.0.0.1", api_key="none", timeout=None)
 
 
 def twice(task: Any, base_url: str, api_key: str, model: str, worth: float = 0.5) -> dict[str, float]:
@@ -124,3 +126,35 @@ def loses_its_way(task: Any, base_url: str, api_key: str, model: str) -> float:
             tools = []
     client.chat.completions.create(model=model, messages=[{"role": "user", "content": "sum up"}], max_tokens=4)
     return 1.0
+
+
+def speaks(task: Any, base_url: str, api_key: str, model: str) -> float:
+    """Takes two turns in each dialect, the second of some as a stream; the reward counts the letters."""
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    other = ANTHROPIC.with_options(base_url=base_url.removesuffix("/v1"), api_key=api_key)
+    letters = 0
+    chat: list[Any] = [*task["messages"], {"role": "user", "content": "chat"}]
+    messages: list[Any] = [*task["messages"], {"role": "user", "content": "messages"}]
+    items: list[Any] = [{"role": "user", "content": "responses"}]
+    prompt = "text"
+    for turn in range(2):
+        said = client.chat.completions.create(model=model, messages=chat, max_tokens=6).choices[0].message
+        chat += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "more"}]
+        written = client.completions.create(model=model, prompt=prompt, max_tokens=6).choices[0].text
+        prompt += f"{written} more"
+        if turn:
+            with other.messages.stream(model=model, messages=messages, max_tokens=6) as stream:
+                message = stream.get_final_message()
+            # not `responses.stream`, which raises if an answer was cut off
+            *_, last = client.responses.create(model=model, input=items, max_output_tokens=6, stream=True)
+            response = last.response
+        else:
+            message = other.messages.create(model=model, messages=messages, max_tokens=6)
+            response = client.responses.create(model=model, input=items, max_output_tokens=6)
+        content = [block.model_dump(exclude_none=True) for block in message.content]
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "more"}]
+        items += [*(item.model_dump(exclude_none=True) for item in response.output)]
+        items += [{"role": "user", "content": "more"}]
+        texts = [said.content or "", written, response.output_text, *(block.text for block in message.content)]
+        letters += sum(map(str.isalpha, "".join(texts)))
+    return letters / 8

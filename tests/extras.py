@@ -21,6 +21,7 @@ import pytest
 
 from tests import ceph, image, kubernetes, openenv_server, sglang_server, slurm
 
+HARNESSES = Path(__file__).parents[1] / "build" / "harness"
 MKDOCS = Path(__file__).parents[1] / "build" / "site-environment" / "bin" / "mkdocs"
 
 
@@ -62,6 +63,7 @@ EXTRAS = {
     "buildah": Extra(image.is_here, "make buildah"),
     "slurm": Extra(slurm.is_here, "make slurm"),
     "site": Extra(MKDOCS.exists, "make site-environment"),
+    "harness": Extra((HARNESSES / "installed").exists, "make harness"),
     "chromium": Extra(lambda: chromium() is not None, "make browser"),
     "bubblewrap": Extra(lambda: shutil.which("bwrap") is not None, "make bubblewrap"),
     "openenv": Extra(openenv_server.PYTHON.exists, "make openenv"),

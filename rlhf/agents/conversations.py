@@ -213,4 +213,13 @@ def _structure(arguments: Any) -> Any:
 
 
 def _canonical(message: Mapping[str, Any]) -> str:
-    return json.dumps(message, sort_keys=True, ensure_ascii=False)
+    return json.dumps(_as_everywhere(message), sort_keys=True, ensure_ascii=False)
+
+
+def _as_everywhere(value: Any) -> Any:
+    """Returns JSON whose numbers are written alike in all languages: in JavaScript, 1.0 is 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _as_everywhere(inner) for key, inner in value.items()}
+    return [_as_everywhere(inner) for inner in value] if isinstance(value, list | tuple) else value

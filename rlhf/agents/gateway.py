@@ -1,4 +1,4 @@
-"""Serves an OpenAI-compatible endpoint to programs. The key of a call identifies its trajectory."""
+"""Serves the endpoint to programs, in the dialects of OpenAI and Anthropic. A call's key identifies its trajectory."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import asyncio
 import os
 import secrets
 import socket
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ratchet.rlhf.agents import protocol
-from ratchet.rlhf.agents.protocol import MODEL, ChatParameters, CompletionParameters, error_body, event
+from ratchet.rlhf.agents.conversations import CannotRender
+from ratchet.rlhf.agents.dialects import (
+    DIALECTS,
+    MESSAGES,
+    MODEL,
+    Dialect,
+    Exchange,
+    Unsupported,
+    check_model,
+    openai_error,
+)
 from ratchet.rlhf.agents.sessions import Asked, PolicyReply, Refused
 from ratchet.rlhf.errors import UserError
 
@@ -95,8 +101,11 @@ class Gateway:
             routes=[
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model}", self._models),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
+                *(
+                    Route(f"/v1/{dialect.path}", partial(self._answer, dialect=dialect), methods=["POST"])
+                    for dialect in DIALECTS
+                ),
             ],
             exception_handlers={Refused: _refusal, 404: _not_found, 405: _not_found},
         )
@@ -119,7 +128,11 @@ class Gateway:
     def _caller(self, request: Request) -> Caller:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise Refused("there is no key: send Authorization: Bearer KEY", status=401, code="invalid_api_key")
+            key = request.headers.get("x-api-key", "")
+        if not key:
+            raise Refused(
+                "there is no key: send Authorization: Bearer KEY, or x-api-key: KEY", status=401, code="invalid_api_key"
+            )
         if key in self._ended:
             raise Refused("the trajectory of this key has ended", status=403, code="trajectory_ended")
         if key not in self._callers:
@@ -131,71 +144,37 @@ class Gateway:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "ratchet"}
         if "model" not in request.path_params:
             return JSONResponse({"object": "list", "data": [model]})
-        _check_model(request.path_params["model"])
+        check_model(request.path_params["model"])
         return JSONResponse(model)
 
-    async def _chat(self, request: Request) -> Response:
+    async def _answer(self, request: Request, dialect: Dialect) -> Response:
         caller = self._caller(request)
-        parameters = await _read(request, ChatParameters, caller)
-        wants_log_probs = bool(parameters.logprobs)
-        head = protocol.head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), "chat.completion")
+        body = await _body(request)
+        try:
+            exchange = dialect.parse(body, caller.policy.sampling, caller.policy.tokenizer)
+        except Unsupported as refused:
+            raise _left_out(refused, caller) from None
+        if exchange.streams:
+            return await _Sender(caller, exchange).response()
+        return JSONResponse(exchange.body(await _answers(request, caller, exchange.asked)))
 
-        def whole(answers: Sequence[PolicyReply]) -> dict[str, Any]:
-            choices = [
-                protocol.chat_choice(index, answer, wants_log_probs, caller.policy.tokenizer)
-                for index, answer in enumerate(answers)
-            ]
-            return {**head, "choices": choices, "usage": protocol.usage(answers)}
-
-        asked = _choices(parameters.asked(head["id"]), parameters.n or 1)
-        if not parameters.stream:
-            answers = await _answers(request, caller, asked)
-            return JSONResponse(whole(answers))
-        head = {**head, "object": "chat.completion.chunk"}
-
-        def text(index: int, content: str) -> dict[str, Any]:
-            return {**head, "choices": [{"index": index, "delta": {"content": content}, "finish_reason": None}]}
-
-        def last(index: int, answer: PolicyReply, told: bool) -> list[dict[str, Any]]:
-            deltas = protocol.chat_deltas(answer, wants_log_probs, caller.policy.tokenizer, told)
-            return [{**head, "choices": [{"index": index, **delta}]} for delta in deltas]
-
-        def first(index: int) -> dict[str, Any]:
-            delta = {"role": "assistant", "content": ""}
-            return {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
-
-        tells = not asked[0].tools  # calls and content can only be told apart at the end
-        stream = _Stream(caller, asked, tells, first, text, last)
-        usage = {**head, "choices": []} if parameters.includes_usage else None
-        return await stream.response(usage)
-
-    async def _completions(self, request: Request) -> Response:
+    async def _count(self, request: Request) -> Response:
         caller = self._caller(request)
-        parameters = await _read(request, CompletionParameters, caller)
-        wants_log_probs = parameters.logprobs is not None
-        head = protocol.head(f"cmpl-{secrets.token_hex(12)}", int(time.time()), "text_completion")
-        asked = _choices(parameters.asked(head["id"]), parameters.n or 1)
-
-        def choice(index: int, answer: PolicyReply) -> dict[str, Any]:
-            return protocol.completion_choice(index, answer, wants_log_probs, caller.policy.tokenizer)
-
-        if not parameters.stream:
-            answers = await _answers(request, caller, asked)
-            choices = [choice(index, answer) for index, answer in enumerate(answers)]
-            return JSONResponse({**head, "choices": choices, "usage": protocol.usage(answers)})
-
-        def text(index: int, content: str) -> dict[str, Any]:
-            return {**head, "choices": [{"index": index, "text": content, "finish_reason": None, "logprobs": None}]}
-
-        def last(index: int, answer: PolicyReply, told: bool) -> list[dict[str, Any]]:
-            return [{**head, "choices": [{**choice(index, answer), "text": "" if told else answer.text}]}]
-
-        stream = _Stream(caller, asked, True, None, text, last)
-        return await stream.response({**head, "choices": []} if parameters.includes_usage else None)
+        body = await _body(request)
+        try:
+            conversation = MESSAGES.counted(body, caller.policy.sampling)
+        except Unsupported as refused:
+            raise _left_out(refused, caller) from None
+        try:
+            # in a thread: the engine does not wait for a long conversation
+            ids = await asyncio.to_thread(conversation.ids, caller.policy.tokenizer)
+        except CannotRender as error:
+            raise Refused(str(error), param="messages") from None
+        return JSONResponse({"input_tokens": len(ids)})
 
 
-async def _read(request: Request, kind: type[ChatParameters] | type[CompletionParameters], caller: Caller) -> Any:
-    """Reads and checks the parameters of a call."""
+async def _body(request: Request) -> bytes:
+    """Reads the body of a call."""
     body = bytearray()
     try:
         async for piece in request.stream():
@@ -204,42 +183,12 @@ async def _read(request: Request, kind: type[ChatParameters] | type[CompletionPa
                 raise Refused(f"the body has more than {LARGEST_BODY:,} bytes", status=413, code="request_too_large")
     except ClientDisconnect:
         raise Refused("the client is gone") from None
-    try:
-        parameters = kind.model_validate_json(bytes(body))
-    except ValidationError as error:
-        raise protocol.explained(error) from None
-    _check_model(parameters.model)
-    if (name := parameters.check(caller.policy.sampling)) is not None:
-        value = (parameters.model_extra or {})[name]
-        known = name in (*protocol.SAMPLING, *protocol.NEUTRAL)
-        reason = (
-            "is not the run's, so the run would learn from tokens that its policy did not draw: leave it out, or set "
-            f"rollout.{name}"
-            if name in protocol.SAMPLING
-            else "would change how tokens are drawn: leave it out"
-        )
-        raise caller.refuse(
-            f"{name} {str(value)[:100]} {reason}" if known else f"unrecognized parameter {name[:100]}: leave it out",
-            param=name[:100],
-            code="unsupported_value" if known else "unknown_parameter",
-        )
-    return parameters
+    return bytes(body)
 
 
-def _choices(asked: Asked, count: int) -> list[Asked]:
-    """Splits a call with several choices into one per choice."""
-    others = (replace(asked, call_id=f"{asked.call_id}-{number}") for number in range(1, count))
-    return [asked, *others]
-
-
-def _check_model(model: str) -> None:
-    if model != MODEL:
-        raise Refused(
-            f"there is no model {model[:100]!r}: use model={MODEL!r}",
-            status=404,
-            code="model_not_found",
-            param="model",
-        )
+def _left_out(refused: Unsupported, caller: Caller) -> Refused:
+    """Returns the error for a call that does not fit the run; the trajectory is not trained on."""
+    return caller.refuse(str(refused), code=refused.code, param=refused.param or "")
 
 
 async def _answers(request: Request, caller: Caller, asked: Sequence[Any]) -> list[PolicyReply]:
@@ -280,43 +229,23 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-class _Stream:
-    """Answers as server-sent events."""
+class _Sender:
+    """Sends answers as server-sent events."""
 
-    def __init__(
-        self,
-        caller: Caller,
-        asked: Sequence[Any],
-        tells: bool,
-        first: Callable[[int], dict[str, Any]] | None,
-        text: Callable[[int, str], dict[str, Any]],
-        last: Callable[[int, PolicyReply, bool], list[dict[str, Any]]],
-    ) -> None:
-        """Starts to answer the calls `asked`, one per choice.
+    def __init__(self, caller: Caller, exchange: Exchange) -> None:
+        """Starts to answer a call."""
+        self._caller, self._stream = caller, exchange.stream()
+        self._news: asyncio.Queue[tuple[int, str | asyncio.Task[PolicyReply]]] = asyncio.Queue()
+        self._tasks = [self._begin(caller, choice, asked) for choice, asked in enumerate(exchange.asked)]
 
-        Args:
-            tells: send the text while it grows.
-            first: the event that starts a choice, by its index.
-            text: the event for a text.
-            last: the events that end a choice; the last argument is True if the text was sent.
-        """
-        self._caller, self._first, self._text, self._last, self._tells = caller, first, text, last, tells
-        self._events: asyncio.Queue[tuple[int, str | asyncio.Task[PolicyReply]]] = asyncio.Queue()
-        self._tasks = [self._begin(caller, index, call) for index, call in enumerate(asked)]
-
-    def _begin(self, caller: Caller, index: int, asked: Any) -> asyncio.Task[PolicyReply]:
-        on_text = (lambda text: self._events.put_nowait((index, text))) if self._tells else None
-        task = caller.start(asked, on_text)
-        task.add_done_callback(lambda done: self._events.put_nowait((index, done)))
+    def _begin(self, caller: Caller, choice: int, asked: Asked) -> asyncio.Task[PolicyReply]:
+        task = caller.start(asked, lambda text: self._news.put_nowait((choice, text)))
+        task.add_done_callback(lambda done: self._news.put_nowait((choice, done)))
         return task
 
-    async def response(self, usage: dict[str, Any] | None) -> Response:
-        """Waits for the first event, which may be a refusal, and sends the rest as they arrive.
-
-        Args:
-            usage: the event that reports the numbers of tokens, still without them; None: no such event.
-        """
-        events = self._sent(usage)
+    async def response(self) -> Response:
+        """Waits for the first event, which may be a refusal, and sends the rest as they arrive."""
+        events = self._events()
         try:
             first = await anext(events)
         except BaseException as error:
@@ -331,51 +260,55 @@ class _Stream:
     async def _all(self, first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
         try:
             yield first
-            with suppress(asyncio.CancelledError, Exception):  # the trajectory has ended, so the stream ends early
-                async for sent in events:
-                    yield sent
+            try:
+                async for event in events:
+                    yield event
+            except Exception as error:  # the status is sent already, so the error is an event
+                reason = _reason(error, self._caller)
+                assert isinstance(reason, Refused)
+                for event in self._stream.error(reason):
+                    yield event
         finally:
             self._forget()
 
-    async def _sent(self, usage: dict[str, Any] | None) -> AsyncIterator[str]:
-        begun: set[int] = set()
-        told: dict[int, str] = {}
+    async def _events(self) -> AsyncIterator[str]:
         left = len(self._tasks)
         while left:
-            index, news = await self._events.get()
-            ended = news.result() if isinstance(news, asyncio.Task) else None
-            if index not in begun and self._first is not None:
-                yield event(self._first(index))
-            begun.add(index)
+            choice, news = await self._news.get()
             if isinstance(news, str):
-                told[index] = told.get(index, "") + news
-                yield event(self._text(index, news))
+                events = self._stream.text(choice, news)
             else:
-                assert ended is not None
+                if news.cancelled():
+                    raise Refused("the trajectory has ended", status=403, code="trajectory_ended")
                 left -= 1
-                # the end of the text was held back, because it might have become a stop text
-                if index in told and len(ended.text) > len(told[index]):
-                    yield event(self._text(index, ended.text[len(told[index]) :]))
-                for last in self._last(index, ended, index in told):
-                    yield event(last)
-        if usage is not None:
-            yield event({**usage, "usage": protocol.usage([task.result() for task in self._tasks])})
-        yield event("[DONE]")
+                events = self._stream.answer(choice, news.result())
+            for event in events:
+                yield event
+        for event in self._stream.end([task.result() for task in self._tasks]):
+            yield event
 
 
-async def _refusal(_: Request, error: Exception) -> Response:
+def _dialect_of(request: Request) -> Dialect | None:
+    """Returns the dialect of a call by its path."""
+    path = request.url.path
+    return next((dialect for dialect in DIALECTS if f"{path}/".startswith(f"/v1/{dialect.path}/")), None)
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    return JSONResponse(error_body(error), status_code=error.status)
+    dialect = _dialect_of(request)
+    body = openai_error(error) if dialect is None else dialect.error(error)
+    return JSONResponse(body, status_code=error.status)
 
 
 async def _not_found(request: Request, _: Exception) -> Response:
+    served = ", ".join(f"POST /v1/{path}" for path in (*(one.path for one in DIALECTS), "messages/count_tokens"))
     refused = Refused(
-        f"{request.method} {request.url.path[:100]} is not served: there are POST /v1/chat/completions, POST "
-        "/v1/completions and GET /v1/models",
+        f"{request.method} {request.url.path[:100]} is not served: there are {served} and GET /v1/models",
         status=404,
         code="not_found",
     )
-    return JSONResponse(error_body(refused), status_code=404)
+    return await _refusal(request, refused)
 
 
 def _family(host: str) -> socket.AddressFamily:

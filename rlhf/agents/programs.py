@@ -10,8 +10,8 @@ from typing import Any
 
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent import KEY, AgentFailed, Program
+from ratchet.rlhf.agents.dialects import MODEL
 from ratchet.rlhf.agents.gateway import Gateway
-from ratchet.rlhf.agents.protocol import MODEL
 from ratchet.rlhf.agents.sessions import Policy, Recorded, Recorder, Session, SessionLimits
 from ratchet.rlhf.config.sections import OnError
 from ratchet.rlhf.data.prompts import structures

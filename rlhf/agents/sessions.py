@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 """Possible beginnings of a tool call; the text before it is the message's content."""
+CALL_END = "</tool_call>"
+"""The end of a tool call, in the only format that has one."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,13 @@ class Asked:
     stop: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
     """Names of the tools that the answer may call; empty: the answer is text."""
+    one_call: bool = False
+    """End the answer after its first call of a tool."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The texts that end the answer."""
+        return (*self.stop, CALL_END) if self.one_call and self.tools else self.stop
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,8 @@ class PolicyReply:
     digest: str
     message: Mapping[str, Any]
     """The assistant's message."""
+    stop: str | None = None
+    """The stop text of the call that ended the answer."""
 
 
 Generate = Callable[[Dialogue, Sampling, Callable[[], None]], Awaitable[None]]
@@ -256,7 +267,7 @@ class Session:
                 dialogue.next_request(self.policy.sampling)  # starts the turn
                 _append(dialogue, earlier)
             else:
-                sampling = replace(self.policy.sampling, stop=(*self.policy.sampling.stop, *asked.stop))
+                sampling = replace(self.policy.sampling, stop=(*self.policy.sampling.stop, *asked.ends))
                 growing = _GrowingText(partial(self._text, stop=sampling.stop), dialogue, on_text, sampling.stop)
                 await self.policy.generate(dialogue, sampling, growing.tell)
             reason = dialogue.finish_reason or "stop"
@@ -374,7 +385,7 @@ class Session:
         dialogue.request = replace(dialogue.request, max_tokens=used + room)
 
     def _digest(self, asked: Asked) -> str:
-        whole = [asked.conversation.setting, asked.conversation.parts, asked.max_tokens, asked.stop, asked.tools]
+        whole = [asked.conversation.setting, asked.conversation.parts, asked.max_tokens, asked.ends, asked.tools]
         return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
     def _text(self, ids: Sequence[int], stop: Sequence[str]) -> str:
@@ -387,11 +398,12 @@ class Session:
     ) -> PolicyReply:
         """Reads the answer that begins at `start`: its text, and its tool calls."""
         ids = dialogue.ids[start:]
-        text = self._text(ids, (*self.policy.sampling.stop, *asked.stop))
+        raw = response_text(ids, self.policy.tokenizer)
+        text = self._text(ids, (*self.policy.sampling.stop, *asked.ends))
         calls: list[ToolCall] = []
         if asked.tools:
             try:
-                calls = tool_calls(response_text(ids, self.policy.tokenizer), asked.tools)
+                calls = tool_calls(raw, asked.tools)[: 1 if asked.one_call else None]
             except MalformedCall:  # the program gets the policy's text as it is
                 calls = []
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -420,6 +432,8 @@ class Session:
             prompt_tokens=prompt_tokens,
             digest=digest,
             message=message,
+            # a stop text ends the answer, so it is the last thing that the policy wrote
+            stop=next((ending for ending in asked.stop if ending in raw[len(text) :]), None) if not calls else None,
         )
 
 

@@ -132,6 +132,28 @@ def test_branches_are_rows_of_one_trajectory(start: Any, workspace: Path, proces
     assert not list(Path(history.folder).glob("journals/*/calls/*/*")), "a replay writes nothing"
 
 
+def test_a_run_learns_from_calls_in_every_dialect(start: Any, workspace: Path) -> None:
+    """Each trained token is one that the policy drew: the rows' log-probs are those of the model that drew them."""
+    agent = {"name": "tests.agents:speaks", "on_error": "fail"}
+    config, child = start("speaks", rollout__agent=agent, train__iterations=1)
+    assert child.wait() == 0, child.text
+    history = History.of(config)
+    history.check_sound()
+    frame = history.run.trajectories()
+    assert len(frame) == 8 * 4 and frame["rollout_error"].isna().all()
+    assert sorted(frame["branch"].unique()) == [0, 1, 2, 3]
+    for _, row in frame.iterrows():
+        assert len(row["calls"]) == 2, "the second call continues the first"
+        drawn = np.zeros(len(row["response_ids"]), dtype=int)
+        for call in row["calls"]:
+            drawn[call["start"] : call["end"]] = 1
+        np.testing.assert_array_equal(row["response_mask"], drawn)
+        assert (row["loss_mask"] <= drawn).all(), "no other token is learned from"
+        assert (row["rollout_log_probs"][drawn == 1] < 0).all()
+        # in float32, batched otherwise
+        np.testing.assert_allclose(row["old_log_probs"][drawn == 1], row["rollout_log_probs"][drawn == 1], atol=1e-3)
+
+
 @pytest.mark.promise
 def test_an_answer_that_a_program_got_is_never_asked_for_again(start: Any) -> None:
     config, killed = start("killed", Fault("put", "journals/iteration=000001/calls/generate", "after", count=3))
