@@ -118,7 +118,8 @@ class Gateway:
 
     def _caller(self, request: Request) -> Caller:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
+        key = request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
+        if not key:
             raise Refused("there is no key: send Authorization: Bearer KEY", status=401, code="invalid_api_key")
         if key in self._ended:
             raise Refused("the trajectory of this key has ended", status=403, code="trajectory_ended")
