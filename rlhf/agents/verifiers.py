@@ -11,21 +11,34 @@ import asyncio
 import hashlib
 import importlib
 import json
+import logging
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import pyarrow as pa
+from pydantic import ValidationError
 
 from ratchet.rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.schema import MESSAGES
 
 KEY = "rollout.environment"
 PREFIX = "verifiers:"
 COLUMN = "verifiers"
 """The field of `extra_info` that has a task as JSON."""
+SCHEMA = pa.schema(
+    {
+        "data_source": pa.string(),
+        "prompt": MESSAGES,
+        "reward_model": pa.struct({"ground_truth": pa.string()}),
+        "extra_info": pa.struct({"index": pa.int64(), COLUMN: pa.string()}),
+    }
+)
 HARNESS = "ratchet_chat"
 OWN = ("harness", "runtime", "model", "client", "sampling")
 """Settings of an agent of verifiers that the run decides."""
@@ -33,15 +46,6 @@ OWN = ("harness", "runtime", "model", "client", "sampling")
 
 class RolloutFailed(Exception):
     """The environment reported an error."""
-
-
-class Row(NamedTuple):
-    """A task of a taskset, as a row of a dataset."""
-
-    messages: list[dict[str, str]]
-    answer: str
-    task: str
-    """The task's data, as JSON."""
 
 
 def identity(environment: str, arguments: Mapping[str, Any]) -> str:
@@ -84,8 +88,8 @@ async def run(
     return {"reward": trace.reward} | {name: value for name, value in parts.items() if name not in ("reward", "score")}
 
 
-def rows(environment: str, arguments: Mapping[str, Any], size: int | None) -> Iterator[Row]:
-    """Yields a taskset's tasks.
+def prompts(environment: str, arguments: Mapping[str, Any], size: int | None) -> pa.Table:
+    """Returns a taskset's tasks as a dataset.
 
     Args:
         environment: the name of the taskset.
@@ -98,8 +102,10 @@ def rows(environment: str, arguments: Mapping[str, Any], size: int | None) -> It
     loaded = _loaded(environment, arguments)
     if size is None and not loaded.environment.taskset.bounded:
         raise UserError(f"{PREFIX}{environment} has tasks without end: choose a number with --size")
-    for task in islice(loaded.environment.taskset, size):
-        yield loaded.row(task)
+    rows = [loaded.row(task) for task in islice(loaded.environment.taskset, size)]
+    if not rows:
+        raise UserError(f"{PREFIX}{environment} has no tasks")
+    return pa.Table.from_pylist(rows, SCHEMA)
 
 
 def module_of(environment: str) -> str:
@@ -146,7 +152,7 @@ class _Loaded:
             ) from None
         return self._kind(data, self.environment.config.taskset.task)
 
-    def row(self, task: Any) -> Row:
+    def row(self, task: Any) -> dict[str, object]:
         """Returns a task as a row; raises UserError if it cannot be stored, or played here."""
         where = f"{PREFIX}{self.name}: task {task.data.idx}"
         stored = task.data.model_dump_json()
@@ -165,7 +171,12 @@ class _Loaded:
         if prompt is None:  # the environment begins
             messages.append({"role": "user", "content": task.data.description or task.data.name or ""})
         answer = getattr(task.data, "answer", None)
-        return Row(messages, "" if answer is None else str(answer), stored)
+        return {
+            "data_source": f"{PREFIX}{self.name}",
+            "prompt": messages,
+            "reward_model": {"ground_truth": "" if answer is None else str(answer)},
+            "extra_info": {"index": task.data.idx, COLUMN: stored},
+        }
 
 
 def _loaded(name: str, arguments: Mapping[str, Any]) -> _Loaded:
@@ -186,6 +197,10 @@ def _load(name: str, arguments: str) -> _Loaded:
         raise
     except ModuleNotFoundError as error:
         raise UserError(f"{where}: {in_one_line(error)}; install the package of the taskset") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(["options", *map(str, first["loc"])])
+        raise UserError(f"{where}: {key}: {in_one_line(first['msg'])}") from None
     except Exception as error:  # a taskset's module may raise anything
         raise UserError(f"{where}: {in_one_line(error)}") from None
 
@@ -197,6 +212,8 @@ def _environment(where: str, name: str, settings: dict[str, Any]) -> Any:
 
     from ratchet.rlhf.agents import verifiers_harness
 
+    # it warns of each conversation that reaches a limit of the run
+    logging.getLogger("verifiers").setLevel(logging.ERROR)
     # verifiers finds harnesses by the name of a module in this package
     sys.modules[f"verifiers.v1.harnesses.{HARNESS}"] = verifiers_harness
     config = resolve_env_config({**settings, "taskset": {**settings.get("taskset", {}), "id": name}})
