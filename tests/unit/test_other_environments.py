@@ -132,10 +132,8 @@ def test_what_verifiers_cannot_play_is_refused(tasksets: None, tmp_path: Path) -
         assert "\n" not in str(refused.value)
     with pytest.raises(UserError, match="words_several has tasks without end: choose a number with --size"):
         prompts("words_several", {}, None)
-    with pytest.raises(
-        UserError, match=r"has no extra_info\.verifiers: write the dataset with `ratchet data verifiers"
-    ):
-        tasks = [{"messages": [{"role": "user", "content": "hi"}]}]
+    tasks = [{"messages": [{"role": "user", "content": "hi"}]}]
+    with pytest.raises(UserError, match=r"has no extra_info\.verifiers: write the dataset with `ratchet data"):
         check_agent("verifiers", tasks, environment="words_single", arguments={})
 
 
