@@ -63,7 +63,7 @@ def test_a_taskset_of_verifiers(processes: Processes, workspace: Path) -> None:
     frame = history.run.trajectories()
     assert frame["rollout_error"].isna().all()
     for turns, score, parts in zip(frame["turns"], frame["score"], frame["agent_parts"], strict=True):
-        answers = [turn["text"] for turn in turns if turn["role"] == "policy"]
+        answers = [turn["content"] for turn in turns if turn["role"] == "policy"]
         assert [turn["role"] for turn in turns] == ["policy", "environment", "policy"]
         assert score == sum(sum(map(str.isalpha, answer)) for answer in answers)
         assert {part["name"]: part["value"] for part in parts} == {"letters": score}

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from ratchet.rlhf.agents import checks
 from ratchet.rlhf.agents.agent import agent_digest, load_agent
 from ratchet.rlhf.agents.agent import check_agent as check_agent_settings
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
@@ -43,20 +44,22 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generator]:
         yield generator
 
 
-def played(generator: Generator, name: str, beginning: Beginning, **options: Any) -> Dialogue:
+def played(generator: Generator, name: str, beginning: Beginning, context: int = 600, **options: Any) -> Dialogue:
     """A trajectory of a built-in program."""
     agents = AgentCalls(
         load_agent(name),
         options,
         gateway=Gateway("127.0.0.1"),
-        context=600,
+        context=context,
         max_calls=8,
         timeout_s=600.0,
         on_error="drop",
         must_reward=True,
     )
     dialogue = Dialogue(Request("it0-p0-s00", ()), beginning)
-    generator.submit([(dialogue, Rules(Sampling(temperature=1.0, top_p=1.0, max_tokens=500, seed=2), agents=agents))])
+    generator.submit(
+        [(dialogue, Rules(Sampling(temperature=1.0, top_p=1.0, max_tokens=context - 100, seed=2), agents=agents))]
+    )
     while not generator.wait(1.0):
         pass
     assert dialogue.error is None, dialogue.error
@@ -108,14 +111,27 @@ def test_verifiers_with_several_answers(
 
 
 @needs("verifiers")
-@pytest.mark.slow  # six episodes, each of which starts a server of tools
-def test_verifiers_with_a_tool(tasksets: None) -> None:
-    [row] = prompts("words_tool", {}, None).to_pylist()
-    call = '<tool_call>{"name": "double", "arguments": {"number": %s}}</tool_call>'
-    turns = [call % 21, call % 4, call.replace("double", "halve") % 4, "42 and 8"]
-    tasks = [{"messages": row["prompt"], "extra_info": row["extra_info"]}]
-    [result] = check_agent("verifiers", tasks, turns, environment="words_tool", arguments={})
-    assert (result.reward, result.parts) == (25.0, {"doubled": 25.0}), "the tool was called, and keeps a state"
+@pytest.mark.slow  # verifiers starts a server of tools
+def test_verifiers_with_a_tool(tasksets: None, tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+    turns = [
+        call % ("double", '{"number": 21}'),
+        call % ("double", '{"number": 4}'),
+        call % ("halve", "{}"),
+        "42 and 8",
+    ]
+    tokenizer = checks._tokenizer()
+    engine = checks._Words(turns, tokenizer)
+    generator = Generator(engine, tokenizer, interruptible=False)
+    generator.resume(0, engine)
+    [beginning] = rows(tmp_path, "words_tool")
+    dialogue = played(generator, "verifiers", beginning, context=2**16, environment="words_tool", arguments={})
+    assert dialogue.result is not None
+    assert dialogue.result.parts == {"doubled": 25.0}, "the tool was called, and keeps a state"
+    [branch] = dialogue.branches
+    text = tokenizer.decode(branch.ids)
+    assert len(branch.calls) == 4
+    assert all(answer in text for answer in ("[tool]42", "[tool]8", "[tool]error: there is no tool halve"))
 
 
 @needs("verifiers")
