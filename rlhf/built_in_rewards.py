@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 JUDGE = "judge"
 """The built-in that asks a model for scores; its settings are the section `reward.judge`."""
-COMPARING = ("auto", "code", "countdown", "gsm8k", "math")
+COMPARING = ("auto", "code", "countdown", "gsm8k", "math", "reasoning_gym")
 """Built-ins that compare with a ground truth and give 1 to a correct response."""
-BUILT_IN = ("auto", "code", "constant", "countdown", "format", "gsm8k", JUDGE, "length", "math")
+BUILT_IN = ("auto", "code", "constant", "countdown", "format", "gsm8k", JUDGE, "length", "math", "reasoning_gym")
 
 
 def solved_score(chosen: float | None, function: str | Mapping[str, float] | None, *, alone: bool) -> float | None:

@@ -163,7 +163,7 @@ def _of_package(name: str, options: Mapping[str, object]) -> str:
     """Returns the code that an agent runs: the built-ins for packages import the module of their environment."""
     environment = str(options.get("environment", ""))
     if name == "verifiers":
-        return f"{environment.replace('-', '_').split('/')[-1]}:load_environment"
+        return f"{environment.rsplit('/', 1)[-1].split('@', 1)[0].replace('-', '_').lower()}:taskset"
     if name == "gymnasium":
         return environment  # possibly as module:ID; other environments are installed
     # openenv has a URL, whose code runs elsewhere

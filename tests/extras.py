@@ -67,8 +67,9 @@ EXTRAS = {
     "chromium": Extra(lambda: chromium() is not None, "make browser"),
     "bubblewrap": Extra(lambda: shutil.which("bwrap") is not None, "make bubblewrap"),
     "openenv": Extra(openenv_server.PYTHON.exists, "make openenv"),
-    "verifiers": Extra(_package("verifiers"), "pip install ratchet-rlhf[verifiers]"),
+    "verifiers": Extra(_package("verifiers"), "pip install ratchet-rlhf[verifiers]", is_extra=False),
     "gymnasium": Extra(_package("gymnasium"), "pip install ratchet-rlhf[gymnasium]", is_extra=False),
+    "reasoning-gym": Extra(_package("reasoning_gym"), "pip install ratchet-rlhf[reasoning-gym]", is_extra=False),
     "trackio": Extra(_package("trackio"), "pip install ratchet-rlhf[trackio]"),
     "gpu": Extra(_has_gpu, "run it on a machine with a GPU", is_large=True),
 }

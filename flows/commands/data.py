@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from ratchet.flows.commands.console import console
 from ratchet.flows.commands.options import DEFAULT_STORE, Name, Store, make_folder, url_of
+from ratchet.rlhf.config.reading import overridden
 from ratchet.rlhf.errors import UserError, counted, in_one_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 data = typer.Typer(help="Write prompt datasets.", no_args_is_help=True)
 
@@ -131,6 +136,48 @@ def prompts(
         source,
         partial(datasets.prompts, prompt=prompt, truth=truth, data_source=data_source, instruction=instruction),
     )
+
+
+File = Annotated[Path, typer.Argument(metavar="OUT.parquet", help="file to write")]
+Settings = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="settings of it, with values in YAML")]
+
+
+@data.command()
+def verifiers(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="name of an installed taskset")],
+    output: File,
+    options: Settings = None,
+    size: Annotated[int | None, typer.Option(help="largest number of tasks; all by default", min=1)] = None,
+) -> None:
+    """The tasks of a taskset of verifiers, for `rollout.environment: verifiers:NAME` with the same options."""
+    from ratchet.rlhf.agents import verifiers as tasksets
+
+    _write(output, tasksets.prompts(name, overridden({}, options or (), BaseModel), size))
+
+
+@data.command("reasoning-gym")
+def reasoning_gym(
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help="name of a dataset")],
+    output: File,
+    options: Settings = None,
+    size: Annotated[int, typer.Option(help="number of problems", min=1)] = 1000,
+    seed: Annotated[int, typer.Option(help="seed of the problems", min=0)] = 0,
+) -> None:
+    """Problems of reasoning-gym, which the package makes from a seed, for `reward.function: reasoning_gym`."""
+    from ratchet.rlhf.convert import datasets
+
+    _write(output, datasets.reasoning_gym(dataset, overridden({}, options or (), BaseModel), size, seed))
+
+
+def _write(output: Path, table: pa.Table) -> None:
+    import pyarrow.parquet as pq
+
+    make_folder(output.parent)
+    try:
+        pq.write_table(table, output)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror or error}") from None
+    console.print(f"{counted(len(table), 'prompt')} in {output}")
 
 
 def _write_splits(output: Path, source: str, convert: Callable[..., Any]) -> None:

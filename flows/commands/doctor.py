@@ -38,6 +38,7 @@ EXTRAS = {
     "mcp": "rollout.mcp",
     "verifiers": "rollout.environment: verifiers:NAME",
     "gymnasium": "rollout.environment: gymnasium:ID",
+    "reasoning-gym": "reward.function: reasoning_gym",
     "sweep": "ratchet sweep",
 }
 """What each extra of the package is for."""

@@ -127,8 +127,7 @@ class Gateway:
 
     def _caller(self, request: Request) -> Caller:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            key = request.headers.get("x-api-key", "")
+        key = request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
         if not key:
             raise Refused(
                 "there is no key: send Authorization: Bearer KEY, or x-api-key: KEY", status=401, code="invalid_api_key"

@@ -1,4 +1,4 @@
-"""Converts published datasets to prompt files in verl's layout: GSM8K, MATH, or any table of prompts."""
+"""Converts published datasets to prompt files in verl's layout: GSM8K, MATH, reasoning-gym, or any table of prompts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from ratchet.rlhf.data.formats import check_media, tools_column, tools_of
 from ratchet.rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.rewards import reasoning_gym as reward
 from ratchet.rlhf.rewards.math import boxed
 from ratchet.rlhf.schema import MESSAGES
 
@@ -23,6 +24,7 @@ SCHEMA = pa.schema(
     }
 )
 GSM8K = 'Let\'s think step by step and output the final answer after "####".'
+REASONING_GYM = "Give the final answer within <answer></answer>."
 MATH = "Let's think step by step and output the final answer within \\boxed{}."
 
 Rows = Iterable[tuple[str, Mapping[str, Any]]]
@@ -80,6 +82,44 @@ def prompts(
         return {"question": text(row, prompt, where), "truth": expected, "answer": expected}
 
     return _table(rows, split, convert, data_source, "", instruction)
+
+
+def reasoning_gym(dataset: str, options: Mapping[str, Any], size: int, seed: int) -> pa.Table:
+    """Makes problems with the package reasoning-gym, and scores the right answer to each, as stored.
+
+    Args:
+        options: arguments of the dataset.
+
+    Raises:
+        UserError: there is no such dataset, or its problems cannot be stored or scored.
+    """
+    where = f"reasoning-gym {dataset}"
+    try:
+        import reasoning_gym as package
+    except ImportError as error:
+        raise UserError(f"{where}: {error}; install it (extra reasoning-gym)") from None
+    try:
+        score = reward.scorer(dataset)
+        problems = list(package.create_dataset(dataset, seed=seed, size=size, **options))
+    except Exception as error:  # datasets check their arguments with assertions
+        raise UserError(f"{where}: {in_one_line(error)}") from None
+    table = []
+    for index, problem in enumerate(problems):
+        stored = json.dumps(problem, default=str)
+        answer = problem["answer"]
+        if answer is not None and score(answer, json.loads(stored)) != score(answer, problem):
+            raise UserError(f"{where}: a problem that was stored as JSON is scored differently: choose another dataset")
+        table.append(
+            {
+                "data_source": f"reasoning_gym/{dataset}",
+                "prompt": [{"role": "user", "content": f"{problem['question']}\n{REASONING_GYM}"}],
+                "ability": "reasoning",
+                "reward_model": {"style": "rule", "ground_truth": answer or ""},
+                "extra_info": {"index": index, reward.COLUMN: stored},
+            }
+        )
+    extra = pa.struct({"index": pa.int64(), reward.COLUMN: pa.string()})
+    return pa.Table.from_pylist(table, SCHEMA.set(SCHEMA.get_field_index("extra_info"), pa.field("extra_info", extra)))
 
 
 def _table(rows: Rows, split: str, convert: Any, data_source: str, ability: str, instruction: str | None) -> pa.Table:

@@ -132,17 +132,19 @@ class MCPServer:
         """
         try:
             from mcp import Client, StdioServerParameters
+            from mcp.client import Transport
+            from mcp.client.stdio import stdio_client
         except ImportError:
             raise UserError(f'{MCP_KEY} needs the package mcp: pip install "ratchet-rlhf[mcp]"') from None
 
         self.where = where
-        server: str | StdioServerParameters = where
+        server: str | Transport = where
         if not where.startswith(("http://", "https://")):
             try:
                 command, *arguments = shlex.split(where)
             except ValueError as error:
                 raise UserError(f"{MCP_KEY} {where!r} is neither a URL nor a command: {error}") from None
-            server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+            server = stdio_client(StdioServerParameters(command=command, args=arguments, env=dict(os.environ)))
         self._client = Client(server)
         self._loop = asyncio.new_event_loop()
         ready: Future[None] = Future()

@@ -4,6 +4,7 @@ import fnmatch
 from typing import Any
 
 BY_SOURCE = {
+    "reasoning_gym/*": "reasoning_gym",
     "countdown*": "countdown",
     "*gsm8k*": "gsm8k",
     "*math*": "math",

@@ -651,7 +651,7 @@ def test_prime_rls_toml_is_converted(tmp_path: Path) -> None:
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (3072, 1024)
     assert (config.rollout.mode, config.rollout.max_staleness, config.rollout.partial) == ("async", 4, True)
     assert config.rollout.agent is not None, "environments of verifiers are agents"
-    assert config.rollout.agent.options == {"environment": "words", "arguments": {"min_turns": 3}}
+    assert config.rollout.agent.options == {"environment": "words", "arguments": {"taskset": {"min_turns": 3}}}
     assert config.algorithm.advantage.type == "dr_grpo"
     assert config.algorithm.advantage.drop_zero_std_groups
     assert config.algorithm.loss.model_dump(exclude={"aggregate"}) == {

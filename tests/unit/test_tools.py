@@ -332,7 +332,7 @@ def test_the_tools_of_an_mcp_server(transport: str, over_http: str) -> None:
     assert isinstance(observation.content, list)
     good, failed, malformed = (message["content"] for message in observation.content)
     assert good == "5"
-    assert failed == "error: divide: Error executing tool divide", "what the server tells"
+    assert failed.startswith("error: divide: Error executing tool divide"), "what the server tells"
     assert malformed.startswith("error: add: ")
     names = [schema["function"]["name"] for schema in Environment.schemas((), (over_http,))]
     assert names == ["add", "divide", "order"]

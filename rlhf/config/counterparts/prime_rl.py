@@ -94,14 +94,12 @@ def _environment(settings: Settings) -> Converted:
             for parent in parents:
                 section = section.setdefault(parent, {})  # type: ignore[assignment]
             section[last] = value
-    why = "by verifiers.load_environment: check that it has an environment of this name"
+    why = "verifiers imports the taskset by this name: check that it is installed"
     return {
         "rollout.environment.name": Assumed(f"verifiers:{taskset}", why),
-        **({"rollout.environment.options": options} if options else {}),
+        **({"rollout.environment.options": {"taskset": options}} if options else {}),
         "reward.function": None,
-        "data.train": Assumed(
-            [f"data/{taskset}/train.parquet"], "write the environment's prompts there: docs/agents.md"
-        ),
+        "data.train": Assumed([f"data/{taskset}/train.parquet"], f"write it with `ratchet data verifiers {taskset}`"),
     }
 
 
@@ -295,7 +293,7 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         f"{TRAIN}.source.*",
         ("rollout.environment.name", "rollout.environment.options", "reward.function", "data.train"),
         _environment,
-        "one environment of verifiers, without a program around the policy (harness null)",
+        "one taskset of verifiers, played by a chat with its tools (harness null)",
     ),
     computed(
         ("orchestrator.batch_size", "orchestrator.token_batch_size", "orchestrator.group_size"),
