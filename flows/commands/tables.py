@@ -286,8 +286,8 @@ def _score_of(run: Run, iteration: int, trajectory_id: str) -> str:
     if not run.store.shards_of(run.store.iteration_state(iteration), "score"):
         return ""
     scores = run.trajectories(iteration, ["trajectory_id", "score"])
-    own = scores.loc[scores["trajectory_id"] == trajectory_id, "score"] if len(scores) else []
-    return f", score {float(own.iloc[0]):g}" if len(own) else ""
+    own = scores.loc[scores["trajectory_id"] == trajectory_id, "score"].tolist()
+    return f", score {own[0]:g}" if own else ""
 
 
 BAR = 24

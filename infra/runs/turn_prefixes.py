@@ -59,7 +59,7 @@ def _row(run: Run, trajectory_id: str) -> Mapping[str, Any]:
     if not rows:
         raise UserError(f"{run.store.url} has no trajectory {trajectory_id}: `ratchet show` lists them")
     # pandas has arrays, and NaN for null
-    return {name: _plain(value) for name, value in rows[0].items()}
+    return {str(name): _plain(value) for name, value in rows[0].items()}
 
 
 def _plain(value: Any) -> Any:

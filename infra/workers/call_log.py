@@ -89,9 +89,9 @@ class _RowLog:
 class CallLog:
     """A log of the endpoint's answers."""
 
-    def __init__(self, write: Callable[[pa.Table], None], run: str = "") -> None:
-        """Takes a function that stores a table with the columns `CALLS`, and what `Recorder.run` returns."""
-        self._rows, self.run = _RowLog(write, CALLS), run
+    def __init__(self, write: Callable[[pa.Table], None], scope: str = "") -> None:
+        """Takes a function that stores a table with the columns `CALLS`, and what `Recorder.scope` returns."""
+        self._rows, self.scope = _RowLog(write, CALLS), scope
 
     async def record(self, answer: Recorded) -> None:
         """Stores an answer durably; see `Recorder.record`."""
@@ -101,9 +101,9 @@ class CallLog:
 class TurnLog:
     """A log of the turns of durable environments."""
 
-    def __init__(self, write: Callable[[pa.Table], None], run: str) -> None:
-        """Takes a function that stores a table with the columns `TURNS`, and what `TurnRecorder.run` returns."""
-        self._rows, self.run = _RowLog(write, TURNS), run
+    def __init__(self, write: Callable[[pa.Table], None], scope: str) -> None:
+        """Takes a function that stores a table with the columns `TURNS`, and what `TurnRecorder.scope` returns."""
+        self._rows, self.scope = _RowLog(write, TURNS), scope
 
     async def record(self, dialogue: Dialogue) -> None:
         """Stores what is new in a trajectory durably; see `TurnRecorder.record`."""

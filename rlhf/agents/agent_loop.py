@@ -55,7 +55,7 @@ class TurnRecorder(Protocol):
     """Stores the turns of trajectories with durable environments."""
 
     @property
-    def run(self) -> str:
+    def scope(self) -> str:
         """The run and the stage, as no other run names its own."""
 
     async def record(self, dialogue: Dialogue) -> None:
@@ -379,8 +379,8 @@ class Generator:
                 reason = f"a crash lost the environment's answer to {text[-60:]!r}, which must not be asked for again"
                 dialogue.error, dialogue.finish_reason = reason, "error"
                 return
-        run = "" if record is None else record.run
-        observation = await environments.step(dialogue, response_text(turn, self.tokenizer), run)
+        scope = "" if record is None else record.scope
+        observation = await environments.step(dialogue, response_text(turn, self.tokenizer), scope)
         content = observation.content
         ids = [] if content is None else content_ids(content, turn[-1], self.tokenizer)
         reason = ""

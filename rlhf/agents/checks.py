@@ -144,6 +144,7 @@ class _Together:
     """Runs programs that all call before any of them is answered, so that their episodes overlap."""
 
     on_error: OnError = "fail"
+    scope = "check"
 
     def __init__(self, calls: AgentCalls, names: Iterable[str], timeout_s: float) -> None:
         self._calls, self._timeout_s = calls, timeout_s

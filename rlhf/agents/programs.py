@@ -121,7 +121,7 @@ class AgentCalls:
             "ground_truth": truth,
             "extra_info": extra,
             # after a crash the program runs again: with the same key, and the same answers of the policy
-            "key": f"{'' if recorder is None else recorder.run}/{dialogue.request.trajectory_id}",
+            "key": f"{'' if recorder is None else recorder.scope}/{dialogue.request.trajectory_id}",
         }
 
         def call() -> Any:

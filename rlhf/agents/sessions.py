@@ -63,7 +63,7 @@ class Recorder(Protocol):
     """Stores answers."""
 
     @property
-    def run(self) -> str:
+    def scope(self) -> str:
         """The run and the stage, as no other run names its own; empty for callers outside of a run."""
 
     async def record(self, answer: Recorded) -> None:

@@ -117,11 +117,11 @@ class EnvironmentCalls:
             raise
         return environment
 
-    async def step(self, dialogue: Dialogue, turn: str, run: str = "") -> Observation:
+    async def step(self, dialogue: Dialogue, turn: str, scope: str = "") -> Observation:
         """Answers a turn of the policy; the trajectory's environment is ready. Raises EnvironmentFailed.
 
         Args:
-            run: names the run and the stage in the key that a durable environment gets.
+            scope: names the run and the stage in the key that a durable environment gets.
         """
         trajectory_id = dialogue.request.trajectory_id
         where = f"{trajectory_id}, turn {turn[-60:]!r}"
@@ -129,7 +129,7 @@ class EnvironmentCalls:
         if isinstance(environment, DurableEnvironment):
             # with the text: a trajectory that is generated again, such as under another config, makes other calls
             digest = hashlib.sha256(turn.encode()).hexdigest()[:16]
-            key = f"{run}/{trajectory_id}/{dialogue.attempt}/{dialogue.answered}/{digest}"
+            key = f"{scope}/{trajectory_id}/{dialogue.attempt}/{dialogue.answered}/{digest}"
             call = partial(environment.step, turn, key)
         else:
             call = partial(environment.step, turn)

@@ -58,15 +58,17 @@ def test_a_taskset_of_verifiers(processes: Processes, workspace: Path) -> None:
         ("verifiers", "words_several", "turns=2", "--size", "8"),
         model=model,
         rollout__environment=environment,
+        rollout__max_response_tokens=300,
         reward={"function": None},
     )
     frame = history.run.trajectories()
     assert frame["rollout_error"].isna().all()
+    assert (frame["turns"].map(len) == 3).any()
     for turns, score, parts in zip(frame["turns"], frame["score"], frame["agent_parts"], strict=True):
         answers = [turn["content"] for turn in turns if turn["role"] == "policy"]
-        assert [turn["role"] for turn in turns] == ["policy", "environment", "policy"]
+        assert [turn["role"] for turn in turns] == ["policy", "environment", "policy"][: len(turns)], "or at a limit"
         assert score == sum(sum(map(str.isalpha, answer)) for answer in answers)
-        assert {part["name"]: part["value"] for part in parts} == {"letters": score}
+        assert dict(parts) == {"letters": score}
 
 
 @needs("reasoning-gym")
@@ -81,7 +83,7 @@ def test_problems_of_reasoning_gym(processes: Processes, workspace: Path) -> Non
     )
     dataset = reasoning_gym.create_dataset("letter_counting", seed=2, size=16)
     frame = history.run.trajectories()
-    assert len(frame) > 16
+    assert len(frame) == 16
     for response, extra, score in zip(frame["response"], frame["extra_info"], frame["score"], strict=True):
         problem = json.loads(json.loads(extra)["reasoning_gym"])
         assert problem["question"] in {known["question"] for known in dataset}

@@ -67,7 +67,7 @@ def test_messages(whole: Stage, streams: bool) -> None:
         client, messages = anthropic_client(base_url, api_key), [*task["messages"]]
         tools = [{"name": "look", "description": "looks", "input_schema": SCHEMA}]
         for number in range(3):
-            told = {"system": [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}]}
+            told: dict[str, Any] = {"system": [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}]}
             told |= {"thinking": {"type": "enabled", "budget_tokens": 1024}, "tool_choice": {"type": "auto"}}
             counted = client.messages.count_tokens(model=model, messages=messages, tools=tools, system=told["system"])
             answer = message_of(client, streams, model=model, messages=messages, tools=tools, max_tokens=2000, **told)
