@@ -421,6 +421,8 @@ class Generator:
                 trajectory, so that no copy has one without the other.
         """
 
+        began, in_engine = time.perf_counter(), 0.0
+
         async def generate(engine: RolloutEngine, request: Request) -> None:
             nonlocal in_engine
             interrupted_at, since = len(dialogue.ids), time.perf_counter()
@@ -443,7 +445,6 @@ class Generator:
                             dialogue.finish_reason = chunk.finish_reason
                         return
 
-        began, in_engine = time.perf_counter(), 0.0
         if dialogue.unanswered_turn is not None:
             return
         asked = dialogue.next_request(sampling)

@@ -67,7 +67,9 @@ def test_messages(whole: Stage, streams: bool) -> None:
         client, messages = anthropic_client(base_url, api_key), [*task["messages"]]
         tools = [{"name": "look", "description": "looks", "input_schema": SCHEMA}]
         for number in range(3):
-            told: dict[str, Any] = {"system": [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}]}
+            told: dict[str, Any] = {
+                "system": [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}]
+            }
             told |= {"thinking": {"type": "enabled", "budget_tokens": 1024}, "tool_choice": {"type": "auto"}}
             counted = client.messages.count_tokens(model=model, messages=messages, tools=tools, system=told["system"])
             answer = message_of(client, streams, model=model, messages=messages, tools=tools, max_tokens=2000, **told)
@@ -105,7 +107,8 @@ def test_responses(whole: Stage, streams: bool) -> None:
     heard: list[Any] = []
 
     def program(task: Any, base_url: str, api_key: str, model: str) -> float:
-        client, items = openai_client(base_url, api_key), [{"role": "user", "content": "hi"}]
+        client = openai_client(base_url, api_key)
+        items: list[Any] = [{"role": "user", "content": "hi"}]
         tools = [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": False}]
         for number in range(3):
             answer = response_of(
@@ -323,6 +326,8 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(whole: Stage, begin: Cal
 class Kept:
     """Keeps answers in memory."""
 
+    scope = ""
+
     def __init__(self) -> None:
         self.answers: list[Recorded] = []
 
@@ -331,7 +336,7 @@ class Kept:
 
 
 def test_a_call_that_is_made_again_after_a_crash_gets_the_stored_answer_in_every_dialect(whole: Stage) -> None:
-    heard: list[list[str]] = []
+    heard: list[list[Any]] = []
 
     def program(task: Any, base_url: str, api_key: str, model: str) -> float:
         client = openai_client(base_url, api_key)
