@@ -113,17 +113,15 @@ def loses_its_way(task: Any, base_url: str, api_key: str, model: str) -> float:
     """Takes three turns with a tool whose answers are long, then sums up; the fourth program raises after a turn."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = [*task["messages"]]
-    fails, tools = next(LOSES) == 3, [TOOL]
+    fails = next(LOSES) == 3
     for _ in range(3):
-        answer = client.chat.completions.create(model=model, messages=messages, tools=tools, max_tokens=12)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(model=model, messages=messages, tools=[TOOL], max_tokens=12)  # type: ignore[arg-type]
         if fails:
             raise ValueError("it lost its way \x1b[31m")
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         results = [{"role": "tool", "tool_call_id": call.id, "content": LONG} for call in message.tool_calls or ()]
         messages += results[:1] or [{"role": "user", "content": "more"}]
-        if results:
-            tools = []
     client.chat.completions.create(model=model, messages=[{"role": "user", "content": "sum up"}], max_tokens=4)
     return 1.0
 

@@ -82,7 +82,8 @@ def test_an_agent_shows_its_conversations_and_the_error_that_ended_it(page: Page
     frame = run.trajectories(0, ["trajectory_id", "calls", "turn_seconds", "rollout_error"])
     [failed, *more] = frame[frame["rollout_error"].notna()].to_dict("records")
     assert not more and len(failed["calls"]) == 1, "what it said before it failed is stored"
-    main = next(row for _, row in frame.iterrows() if any('"role": "tool"' in call["asked"] for call in row["calls"]))
+    answered = frame[frame["calls"].map(lambda calls: any('"role": "tool"' in call["asked"] for call in calls))]
+    main = answered.iloc[0]
     other = f"{main['trajectory_id']}-b01"
     with live(page, f"file://{other_runs}") as url:
         visit(page, f"{url}#run=agent&id={main['trajectory_id']}")
