@@ -34,11 +34,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     LEDGERS: {
         "rollout__environment": {
-            "name": "tests.environments:Ledger",
+            "name": "tests.environments:Savings",
             "options": {"folder": "{folder}/books", "turns": 8},
             "max_turns": 10,
             "max_error_share": 1.0,
         },
+        "rollout__continuations": 2,
+        "algorithm": {"advantage": "vine_ppo"},
         "rollout__max_response_tokens": 96,
         "reward": {"function": None},
     },
