@@ -22,6 +22,7 @@ class Guess:
     """Rewards 1 for the right number, in any turn; `rollout.environment.max_turns` limits the turns."""
 
     stop = ()
+    replayable = True  # the same guesses get the same hints
 
     def reset(self, messages: Any, ground_truth: str, extra_info: Any) -> None:
         self.secret = int(ground_truth)

@@ -77,6 +77,8 @@ NOT_RUN = {
     "ratchet serve": "runs until Ctrl-C: tests/integration/test_serve_run.py",
     "ratchet sweep RUN --at K --vary actor.lr=1e-2,1e-3": "needs a run with groups: tests/integration/test_sweep.py",
     "ratchet relabel RUN --run NAME": "needs a reward model: tests/integration/test_relabel.py",
+    "ratchet data prefixes": "needs a trajectory of several turns: tests/integration/test_environments_run.py",
+    "ratchet fork RUN --at 3 --run NEW data.train=prompts.jsonl": "needs these prompts: the same",
     "ratchet data verifiers": "needs a taskset: tests/integration/test_packages_run.py",
     "ratchet doctor --engines": "starts every engine, Ray and vLLM",
     "ray start": "needs several machines",
