@@ -19,6 +19,7 @@ import yaml
 
 from ratchet.infra.runs.comparison import compare
 from ratchet.rlhf.config import RunConfig, load_config
+from ratchet.rlhf.schema import trajectory_of
 from ratchet.tasks.analysis.bisect import bisect
 from tests import tiny
 from tests.history import History
@@ -184,7 +185,7 @@ def test_an_answer_that_a_program_got_is_never_asked_for_again(start: Any) -> No
     for messages, answer, _ in whole:
         asked[json.dumps(messages)].add(answer)
     keys = Counter(key for _, _, key in whole)
-    assert {key.rpartition("/")[2] for key in keys} == {row[:22] for row in frame["trajectory_id"]}
+    assert {key.rpartition("/")[2] for key in keys} == set(map(trajectory_of, frame["trajectory_id"]))
     assert len(keys) == 2 * 8 and max(keys.values()) > 3, "a program that ran again had its key again"
     # the two trajectories of a prompt ask the same at first, in each of two iterations
     assert all(len(answers) <= 4 for answers in asked.values())
