@@ -199,6 +199,9 @@ WRONG = [
     ("data.replay={files: [x], answers: 3}; algorithm.advantage=grpo; algorithm.experts=sft", "algorithm.experts sft compares the policy's own answers with each other"),  # noqa: E501
     ("data.replay={files: [x]}; algorithm.experts=sft", "algorithm.experts sft gives an expert's answers no returns that a critic could learn"),  # noqa: E501
     ("algorithm.advantage=gigpo", "algorithm.advantage gigpo is for turns, but there is no rollout.environment or rollout.agent"),  # noqa: E501
+    ("algorithm.advantage=vine_ppo; rollout.agent=m:f", "algorithm.advantage vine_ppo plays on from turns, which a rollout.agent cannot: use a rollout.environment, or gigpo"),  # noqa: E501
+    ("algorithm.advantage=vine_ppo; rollout.environment=calculator; algorithm.overlong_penalty.buffer_tokens=9", "algorithm.advantage vine_ppo and algorithm.overlong_penalty, which its values leave out, are both set: remove one"),  # noqa: E501
+    ("algorithm.advantage=vine_ppo; rollout.environment=calculator; reward={function: judge, judge: {url: 'http://a:1/v1', model: m, mode: pairwise}}", "reward.judge.mode pairwise compares the responses to a prompt, but algorithm.advantage vine_ppo scores continuations of different turns: use reward.judge.mode rubric, or another estimator (gigpo)"),  # noqa: E501
     ("algorithm.kl={in_loss: 0.1, loss_estimator: k1}", "algorithm.kl.loss_estimator k1 has a gradient of 0 on average"),  # noqa: E501
     ("validation={every: 2, metric: m, patience: 1}; checkpoint.keep.best=2", "validation.every, validation.metric, validation.patience and checkpoint.keep.best are set without validation.data: name a prompt file, or set validation.every=0, validation.metric=null, validation.patience=null and checkpoint.keep.best=0"),  # noqa: E501
     ("actor.lr_schedule.type=cosine", "actor.lr_schedule: a cosine schedule needs decay_iterations"),

@@ -273,6 +273,8 @@ def test_the_clients_raise_their_own_errors(whole: Stage) -> None:
 class Stuck:
     """Never stores an answer, so that a stream has a beginning and no end."""
 
+    scope = ""
+
     async def record(self, answer: Recorded) -> None:
         await asyncio.Event().wait()
 

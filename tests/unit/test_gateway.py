@@ -57,6 +57,8 @@ TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "
 class Kept:
     """Keeps answers in memory."""
 
+    scope = "run/generate"
+
     def __init__(self) -> None:
         self.answers: list[Recorded] = []
         self.is_stuck = False
