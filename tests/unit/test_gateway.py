@@ -108,6 +108,7 @@ def test_an_extended_conversation_keeps_its_tokens(
     answers: dict[str, list[Any]] = {}
 
     def program(task: Any, base_url: str, api_key: str, model: str) -> dict[str, float]:
+        assert task.pop("key").startswith("run/generate/it0-p0-s0")
         assert task == {
             "messages": [{"role": "user", "content": "hi"}],
             "tools": [TOOL],
