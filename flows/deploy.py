@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
 import yaml
 from prefect.automations import Automation, EventTrigger, Posture, ResourceSpecification
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, StateType
 from prefect.client.schemas.objects import WorkPool as RegisteredPool
-from prefect.deployments.runner import RunnerDeployment
+from prefect.deployments.runner import DeploymentApplyError, RunnerDeployment
 from prefect.events.actions import ChangeFlowRunState
-from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectHTTPStatusError
 from prefect.flows import Flow, flow
 from prefect.settings import PREFECT_API_URL
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 from pydantic import JsonValue
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_fixed
 
 from ratchet.flows.evaluate import evaluate
 from ratchet.flows.iteration import iteration
@@ -52,6 +54,8 @@ PAUSE_S = 15
 RESTARTS, SOON_S = 4, 900
 """A flow run that is restarted this often within so many seconds fails instead."""
 GAVE_UP = f"it crashed {RESTARTS} times within {SOON_S // 60} minutes: the last Crashed state says why"
+UNANSWERED_S, UNANSWERED_TRIES = 5.0, 12
+"""Pause before asking a server again that did not answer, and how often a registration is tried."""
 RESTARTED = "AwaitingRestart"
 """The state of a flow run that an automation restarts."""
 
@@ -129,9 +133,23 @@ def names_of(deployments: Sequence[RunnerDeployment]) -> list[str]:
 
 def register(deployments: Sequence[RunnerDeployment]) -> list[UUID]:
     """Registers deployments on the server, with the automations that resume their flow runs; returns their ids."""
+    answered = Retrying(
+        retry=retry_if_exception(is_temporary),
+        wait=wait_fixed(UNANSWERED_S),
+        stop=stop_after_attempt(UNANSWERED_TRIES),
+        reraise=True,
+    )
     for automation in _automations():
-        _replace(automation)
-    return [_applied(deployment) for deployment in deployments]
+        answered(_replace, automation)
+    return [answered(_applied, deployment) for deployment in deployments]
+
+
+def is_temporary(error: BaseException) -> bool:
+    """True if a Prefect server may answer when it is asked again. One that is busy with its SQLite answers 503."""
+    cause = error.__cause__ if isinstance(error, DeploymentApplyError) else error
+    if isinstance(cause, PrefectHTTPStatusError):
+        return cause.response.status_code >= 500
+    return isinstance(cause, httpx.TransportError)
 
 
 def _applied(deployment: RunnerDeployment) -> UUID:

@@ -12,25 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPoolStatus
-from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry
 from prefect.utilities.urls import url_for
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_fixed
 
-from ratchet.flows.deploy import GAVE_UP, RESTARTS, TAG, WorkPool, deploy_train
+from ratchet.flows.deploy import GAVE_UP, RESTARTS, TAG, UNANSWERED_S, WorkPool, deploy_train, is_temporary
 from ratchet.infra.store.log import Fenced
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import RatchetError
 
 POLL_S = 1.0
-UNANSWERED_S = 5.0
-"""Pause before asking a server again that did not answer."""
-
 T = TypeVar("T")
 
 
@@ -131,18 +126,12 @@ class Pool:
 
     def _answer(self, ask: Callable[[], T]) -> T:
         """Returns the server's answer; asks again until it answers, since the workers train without it."""
-        retry = retry_if_exception(_is_temporary)
+        retry = retry_if_exception(is_temporary)
         return Retrying(retry=retry, wait=wait_fixed(UNANSWERED_S), before_sleep=self._say_unanswered)(ask)
 
     def _say_unanswered(self, call: RetryCallState) -> None:
         if call.attempt_number == 1:
             self._say(f"waiting: the Prefect server at {PREFECT_API_URL.value()} does not answer")
-
-
-def _is_temporary(error: BaseException) -> bool:
-    if isinstance(error, PrefectHTTPStatusError):
-        return error.response.status_code >= 500
-    return isinstance(error, httpx.TransportError)
 
 
 def _has_crashed(flow_run: FlowRun) -> bool:

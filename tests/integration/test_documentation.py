@@ -105,6 +105,7 @@ TYPED = {
     "ratchet resume RUN": "ratchet resume countdown",
     "ratchet status RUN": "ratchet status countdown",
     "ratchet show RUN --where COND --format json": 'ratchet show countdown --where "score < 0.5" --format json',
+    "ratchet show RUN --agent ID": "ratchet show guess --agent it000000-p00000-s00",
     "ratchet query RUN SQL --format json": 'ratchet query countdown "select * from metrics" --format json',
     "ratchet fork RUN --at K:STAGE --run NEW KEY=VALUE": (
         "ratchet fork countdown --at 32:advantages --run tried algorithm.advantage.lam=0.9"
