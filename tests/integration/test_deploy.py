@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -67,6 +70,51 @@ def deploy(config: RunConfig, folder: Path, *options: str) -> None:
     path = folder / "deployed.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     subprocess.run([*RATCHET, "deploy", str(path), *options], check=True, timeout=900)
+
+
+class BusyProxy(BaseHTTPRequestHandler):
+    """Passes calls on to a Prefect server, after it has answered 503 to the first one that registers a deployment."""
+
+    server_url: str
+    refused = 0
+
+    def pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path.endswith("/deployments/") and not type(self).refused:
+            type(self).refused += 1
+            status, content = 503, b"{}"
+        else:
+            headers = {"content-type": "application/json"}
+            url = self.server_url + self.path.removeprefix("/api")
+            answer = httpx.request(self.command, url, content=body, headers=headers, timeout=60)
+            status, content = answer.status_code, answer.content
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = pass_on
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def test_a_server_that_is_too_busy_is_asked_again(
+    config: RunConfig, prefect_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where Prefect's own client has given up."""
+    pool = f"busy-{os.getpid()}"
+    subprocess.run(["prefect", "work-pool", "create", pool, "--type", "process"], check=True, timeout=300)
+    handler = type("Handler", (BusyProxy,), {"server_url": prefect_server})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{proxy.server_port}/api")
+        monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "0")
+        deploy(config, tmp_path, "--pool", pool)
+        proxy.shutdown()
+    assert handler.refused == 1
+    found = httpx.post(f"{prefect_server}/deployments/filter", json={"work_pools": {"name": {"any_": [pool]}}}).json()
+    assert len(found) >= 6
 
 
 @pytest.mark.promise
