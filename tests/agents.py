@@ -113,9 +113,9 @@ def loses_its_way(task: Any, base_url: str, api_key: str, model: str) -> float:
     """Takes three turns with a tool whose answers are long, then sums up; the fourth program raises after a turn."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = [*task["messages"]]
-    fails = next(LOSES) == 3
+    fails, tools = next(LOSES) == 3, [TOOL]
     for _ in range(3):
-        answer = client.chat.completions.create(model=model, messages=messages, tools=[TOOL], max_tokens=12)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(model=model, messages=messages, tools=tools, max_tokens=12)  # type: ignore[arg-type]
         if fails:
             raise ValueError("it lost its way \x1b[31m")
         message = answer.choices[0].message

@@ -105,14 +105,17 @@ def test_a_server_that_is_too_busy_is_asked_again(
     """Even where Prefect's own client has given up."""
     pool = f"busy-{os.getpid()}"
     subprocess.run(["prefect", "work-pool", "create", pool, "--type", "process"], check=True, timeout=300)
-    handler = type("Handler", (BusyProxy,), {"server_url": prefect_server})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
+
+    class Handler(BusyProxy):
+        server_url = prefect_server
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{proxy.server_port}/api")
         monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "0")
         deploy(config, tmp_path, "--pool", pool)
         proxy.shutdown()
-    assert handler.refused == 1
+    assert Handler.refused == 1
     found = httpx.post(f"{prefect_server}/deployments/filter", json={"work_pools": {"name": {"any_": [pool]}}}).json()
     assert len(found) >= 6
 
