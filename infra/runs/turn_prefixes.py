@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import pyarrow.compute as pc
 
 from ratchet.infra.runs.run import Run
 from ratchet.rlhf.data.prompts import original, stored_chat, structures
@@ -53,22 +55,19 @@ def turn_prefixes(run: Run, trajectory_id: str, turn: int | None) -> list[dict[s
 
 
 def _row(run: Run, trajectory_id: str) -> Mapping[str, Any]:
-    iteration = trajectory_id[2:8]
-    frame = run.trajectories(int(iteration), columns=COLUMNS) if iteration.isdecimal() else None
-    rows = [] if frame is None else frame[frame["trajectory_id"] == trajectory_id].to_dict("records")
-    if not rows:
-        raise UserError(f"{run.store.url} has no trajectory {trajectory_id}: `ratchet show` lists them")
-    # pandas has arrays, and NaN for null
-    return {str(name): _plain(value) for name, value in rows[0].items()}
+    """Reads a trajectory, of the iteration that its id names."""
+    number = trajectory_id[2:8]
+    if number.isdecimal() and int(number) <= max([run.state.iteration, *run.state.ahead]):
+        for shard in run.store.shards_of(run.store.iteration_state(int(number)), "generate"):
+            rows = run.store.read_shard(shard, COLUMNS)
+            found = rows.filter(pc.equal(rows["trajectory_id"], trajectory_id)).to_pylist()
+            if found:
+                row: Mapping[str, Any] = found[0]
+                return row
+    raise UserError(f"{run.store.url} has no trajectory {trajectory_id}: `ratchet show` lists them")
 
 
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return None if isinstance(value, float) and value != value else value
-
-
-def _rows(run: Run, row: Mapping[str, Any], turns: Any) -> Iterator[dict[str, Any]]:
+def _rows(run: Run, row: Mapping[str, Any], turns: Iterable[int]) -> Iterator[dict[str, Any]]:
     chat = stored_chat(row["messages"], row["tools"])
     truth, extra = structures(row["ground_truth"], row["ground_truth_is_json"], row["extra_info"])
     for turn in turns:

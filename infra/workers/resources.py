@@ -15,7 +15,7 @@ from ratchet.rlhf.agents.agent import load_agent
 from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.programs import AgentCalls
 from ratchet.rlhf.config import RunConfig
-from ratchet.rlhf.config.sections import OnError
+from ratchet.rlhf.config.sections import EnvironmentConfig, OnError
 from ratchet.rlhf.data.expert_answers import ExpertAnswers
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.environments.environment import load_environment
@@ -58,15 +58,17 @@ class Resources:
         config = self.config
         return policy_tokenizer(config.model, config.rollout.environment, config.data.special_tokens)
 
-    def environments(
-        self, name: str, options: Mapping[str, Any], *, timeout_s: float, concurrency: int, on_error: OnError
-    ) -> EnvironmentCalls:
+    def environments(self, config: EnvironmentConfig) -> EnvironmentCalls:
         """Returns the environments of trajectories; see `EnvironmentCalls`."""
-        key = json.dumps([name, options, timeout_s, concurrency, on_error], sort_keys=True)
+        key = config.model_dump_json()
         # the class is loaded once, so that a change of its file has no effect during a run
         if key not in self._environments:
             self._environments[key] = EnvironmentCalls(
-                load_environment(name), options, timeout_s=timeout_s, concurrency=concurrency, on_error=on_error
+                load_environment(config.name),
+                config.options,
+                timeout_s=config.timeout_s,
+                concurrency=config.concurrency,
+                on_error=config.on_error,
             )
         return self._environments[key]
 

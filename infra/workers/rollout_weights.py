@@ -196,13 +196,7 @@ class RolloutWeights:
             truncation=data.truncation,
             system_prompt=data.system_prompt,
         )
-        sampling = Sampling.of(
-            rollout_config,
-            temperature=rollout_config.temperature,
-            seed=self._config.run.seed,
-            seeds=rollout_config.seeds,
-        )
-        check_log_probs(rollout, actor, ids, sampling)
+        check_log_probs(rollout, actor, ids, Sampling.of_rollout(rollout_config, self._config.run.seed))
         self._has_compared_server = True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ratchet.rlhf import event_loop, seeding
@@ -13,7 +13,7 @@ from ratchet.rlhf import event_loop, seeding
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ratchet.rlhf.config.sections import ResponseConfig
+    from ratchet.rlhf.config.sections import ResponseConfig, SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,7 @@ class Sampling:
     """Draw from tokens with at least this share of the most likely token's probability (arXiv 2407.01082)."""
 
     @classmethod
-    def of(
-        cls,
-        response: ResponseConfig,
-        *,
-        temperature: float,
-        seed: int,
-        ignore_eos: bool = False,
-        seeds: Literal["trajectory", "engine"] = "trajectory",
-    ) -> Sampling:
+    def of(cls, response: ResponseConfig, *, temperature: float, seed: int) -> Sampling:
         """Builds the sampling that the config asks for, at a temperature."""
         return cls(
             temperature=temperature,
@@ -65,9 +57,13 @@ class Sampling:
             max_tokens=response.max_response_tokens,
             stop=response.stop,
             seed=seed,
-            seeds=seeds,
-            ignore_eos=ignore_eos,
         )
+
+    @classmethod
+    def of_rollout(cls, rollout: SamplingConfig, seed: int) -> Sampling:
+        """Builds the sampling of trajectories to learn from."""
+        sampling = cls.of(rollout, temperature=rollout.temperature, seed=seed)
+        return replace(sampling, ignore_eos=rollout.ignore_eos, seeds=rollout.seeds)
 
     @property
     def truncates(self) -> bool:

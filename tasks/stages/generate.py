@@ -44,6 +44,19 @@ from ratchet.tasks.stages.score import ScoreSummary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PROMPT_COLUMNS = (
+    "prompt_id",
+    "messages",
+    "tools",
+    "prompt_is_text",
+    "prompt",
+    "prompt_ids",
+    "data_source",
+    "ground_truth",
+    "ground_truth_is_json",
+    "extra_info",
+)
+"""The columns of a prompt, for stages that answer it again."""
 TURN_COLUMNS = ("turns", "turn_starts", "turn_ends", "turn_rewards", "turn_states")
 FIRST_TURN_CLIP_RATIO = "rollout/first_turn_clip_ratio"
 
@@ -195,14 +208,7 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
     if drawn is None:
         first, source = context.call.cursor + numbers.start, config.drawing
         drawn = dataset.draw(config.seed, first, len(numbers), source.weights, shuffle=source.shuffle)
-    drawing = config.sampling
-    sampling = Sampling.of(
-        drawing,
-        temperature=drawing.temperature,
-        seed=config.seed,
-        ignore_eos=drawing.ignore_eos,
-        seeds=drawing.seeds,
-    )
+    sampling = Sampling.of_rollout(config.sampling, config.seed)
     rows = dict(zip(numbers, drawn, strict=True))
     # prompts that are drawn with their answers replace others
     rows |= {number: dataset.index_of(experience.row) for number, experience in context.call.replayed.items()}
@@ -271,14 +277,13 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
         return ShardStart(tuple(dialogues), Rules(prompts.sampling, agents=programs, partner=agent.name))
     if environment is None:
         return ShardStart(tuple(dialogues), Rules(prompts.sampling))
-    calls = context.resources.environments(
-        environment.name,
-        environment.options,
-        timeout_s=environment.timeout_s,
-        concurrency=environment.concurrency,
-        on_error=environment.on_error,
-    )
-    return ShardStart(tuple(dialogues), Rules(prompts.sampling, calls, environment.max_turns, partner=environment.name))
+    return ShardStart(tuple(dialogues), environment_rules(context, environment, prompts.sampling))
+
+
+def environment_rules(context: Context[C], environment: EnvironmentConfig, sampling: Sampling) -> Rules:
+    """Returns the rules of trajectories that an environment answers."""
+    calls = context.resources.environments(environment)
+    return Rules(sampling, calls, environment.max_turns, partner=environment.name)
 
 
 def _continued(context: Context[C], prompts: Prompts, prompt: Prompt) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.stage import RowsStage
+from ratchet.tasks.stages.generate import PROMPT_COLUMNS
 from ratchet.tasks.stages.score import counting, scores
 
 
@@ -100,18 +101,7 @@ GREEDY_BASELINE = RowsStage(
     config=GreedyBaselineConfig,
     exists=exists,
     reads={
-        "generate": (
-            "prompt_id",
-            "messages",
-            "tools",
-            "prompt_is_text",
-            "prompt",
-            "prompt_ids",
-            "data_source",
-            "ground_truth",
-            "ground_truth_is_json",
-            "extra_info",
-        ),
+        "generate": PROMPT_COLUMNS,
         "select": (),
     },
     writes=TRAJECTORY.of("greedy_baseline"),

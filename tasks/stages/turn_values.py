@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ratchet.infra.workers.calls import Context, ShardOutput, ShardStart, ShardSummary
-from ratchet.rlhf.agents.agent_loop import Rules
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.engines import RolloutEngine
@@ -25,7 +24,7 @@ from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.stage import RowsStage
-from ratchet.tasks.stages.generate import check_errors, turn_columns
+from ratchet.tasks.stages.generate import PROMPT_COLUMNS, check_errors, environment_rules, turn_columns
 from ratchet.tasks.stages.reward_model import is_complete
 from ratchet.tasks.stages.score import counting, scores
 
@@ -63,22 +62,8 @@ def begin(context: Context[TurnValuesConfig]) -> ShardStart:
             for number in range(config.continuations):
                 name = f"{row['trajectory_id']}-t{turn:02d}-c{number:02d}"
                 dialogues.append(Dialogue.continuing(Request(name, tuple(row["prompt_ids"])), beginning, prefix))
-    environment, drawing = config.environment, config.sampling
-    calls = context.resources.environments(
-        environment.name,
-        environment.options,
-        timeout_s=environment.timeout_s,
-        concurrency=environment.concurrency,
-        on_error=environment.on_error,
-    )
-    sampling = Sampling.of(
-        drawing,
-        temperature=drawing.temperature,
-        seed=config.seed,
-        ignore_eos=drawing.ignore_eos,
-        seeds=drawing.seeds,
-    )
-    return ShardStart(tuple(dialogues), Rules(sampling, calls, environment.max_turns))
+    sampling = Sampling.of_rollout(config.sampling, config.seed)
+    return ShardStart(tuple(dialogues), environment_rules(context, config.environment, sampling))
 
 
 def _prefix(row: Mapping[str, Any], turn: int) -> dict[str, Any]:
@@ -179,17 +164,8 @@ TURN_VALUES = RowsStage(
     exists=exists,
     reads={
         "generate": (
-            "prompt_id",
+            *PROMPT_COLUMNS,
             "sample",
-            "messages",
-            "tools",
-            "prompt_is_text",
-            "prompt",
-            "prompt_ids",
-            "data_source",
-            "ground_truth",
-            "ground_truth_is_json",
-            "extra_info",
             "response_ids",
             "response_mask",
             "rollout_log_probs",

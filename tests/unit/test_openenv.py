@@ -46,7 +46,7 @@ def test_actions_of_several_fields_are_json() -> None:
     turns = ['{"x": 1, "y": 2}', "three", '{"x": 4}', '{"x": 5, "y": 6}', '{"x": 0, "y": 0}']
     with server("point") as url:
         [result] = check_played("openenv", [task], turns, environment=url, arguments={})
-    assert result.reward == 1 + 2 + 5 + 6, "the policy is told what is no action, and may try again"
+    assert result.reward == 1 + 2 + 5 + 6, "an answer that is not an action gets an error, and the policy tries again"
 
 
 @needs("openenv")

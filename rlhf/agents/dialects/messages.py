@@ -91,7 +91,7 @@ class ToolChoice(Strict):
 class MessagesParameters(Parameters):
     """A call of ``/v1/messages``, or of ``/v1/messages/count_tokens``."""
 
-    # the policy thinks as it does, however much it is told to; what a client wants forgotten, it leaves out itself
+    # a request to think has no effect on the policy; a client shortens the context by sending less of it
     ignored: ClassVar = frozenset(
         ("cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "thinking")
     )
