@@ -42,8 +42,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def reached(done: int, total: int) -> str:
-    """Describes the progress of a run, such as ``2 of 3 iterations``; a run may have more than its config asks for."""
+def reached(done: int, total: int | None) -> str:
+    """Describes the progress of a run, such as ``2 of 3 iterations``; a run may have more than its config asks for.
+    Without a total it is ``2 iterations``."""
+    if total is None:
+        return counted(done, "iteration")
     if done <= total:
         return f"{done} of {counted(total, 'iteration')}"
     return f"{counted(done, 'iteration')}, more than train.iterations {total}"

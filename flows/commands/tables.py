@@ -80,7 +80,7 @@ def _status(console: Console, run: Run, last: int) -> None:
     first = max(0, state.iteration - last)
     assert state.claim is not None, "run.config is the claim's"
     stages = shown_stages(config, state.claim.versions)
-    title = f"{config.run.name}: {reached(state.iteration, config.iterations)}"
+    title = f"{config.run.name}: {reached(state.iteration, config.known_iterations)}"
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
     for label in stages.values():
@@ -109,7 +109,7 @@ def _status(console: Console, run: Run, last: int) -> None:
     _failures(console, run, metrics)
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
     console.print(f"term {state.term}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
-    if state.iteration < config.iterations and config.ends_early(run.deciding_scores()):
+    if config.observed is None and state.iteration < config.iterations and config.ends_early(run.deciding_scores()):
         console.print(f"ended early: the last {config.validation.patience} validations were no better")
 
 

@@ -212,7 +212,7 @@ def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: It
         url=run.store.url,
         state=state_of(run, {int(row["iteration"]): row for row in rows}),
         closed=run.state.iteration,
-        iterations=None if run.is_fit else run.config.iterations,
+        iterations=None if run.is_fit else run.config.known_iterations,
         snapshots=sorted(run.state.snapshots),
         parent=parent,
         stages=stages,

@@ -81,15 +81,16 @@ def claim(
     ahead: int = 0,
     outside: Mapping[str, str] | None = None,
     versions: Mapping[str, int] | None = None,
+    computes: bool = True,
 ) -> None:
     """Claims the run, which fences every older driver; writes `run.json` if it is missing. See `Claim` for the
-    arguments."""
+    arguments; `computes` is false if another program computes the run."""
     store.log.claim(
         Claim(
             config=config.model_dump(mode="json"),
             code=code_digest(),
             packages=package_versions(),
-            threads=_set_threads(store.state.claim),
+            threads=_set_threads(store.state.claim) if computes else 0,
             host=socket.gethostname(),
             ahead=ahead,
             outside=dict(outside or {}),

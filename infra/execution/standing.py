@@ -28,11 +28,11 @@ class Standing(Frozen):
     iteration: int
     """The open iteration, which is the number of closed ones."""
     iterations: int | None
-    """The number of iterations of the config; None for a fine-tuning run."""
+    """The number of iterations of the config; None for a fine-tuning run, and if it is unknown."""
     best_validation: tuple[str, float] | None
     """The metric that `validation.metric` names, and its best value."""
     recipe: str
-    """`algorithm.advantage.type`; empty for a fine-tuning run."""
+    """See `recipe_of`; empty for a fine-tuning run."""
     parent: str
     """The name of the run from which it was forked; empty if it was not."""
 
@@ -72,9 +72,9 @@ class Standings:
             at=at,
             state="fit" if config is None else log_state(state, config, validations),
             iteration=state.iteration,
-            iterations=None if config is None else config.iterations,
+            iterations=None if config is None else config.known_iterations,
             best_validation=max(scores.values(), key=lambda score: score[1], default=None),
-            recipe="" if config is None else config.algorithm.advantage.type,
+            recipe="" if config is None else recipe_of(config),
             parent=parent,
         )
 
@@ -109,6 +109,11 @@ def parent_of(log: RunLog) -> str:
     return first.parent.rpartition("/")[2] if isinstance(first, Fork) else ""
 
 
+def recipe_of(config: RunConfig) -> str:
+    """Returns `algorithm.advantage.type`, or the name of the trainer that computes the run."""
+    return config.algorithm.advantage.type if config.observed is None else config.observed.trainer
+
+
 def is_fit(config: Mapping[str, Any]) -> bool:
     """True if a claim's config is that of a fine-tuning run: only those have an output folder."""
     return "output" in config
@@ -117,7 +122,8 @@ def is_fit(config: Mapping[str, Any]) -> bool:
 def log_state(state: RunState, config: RunConfig, metrics: Mapping[int, Mapping[str, float]]) -> LogState:
     """Returns what the log of a run of iterations says about its state. `metrics` are by iteration, in order, at least
     those of its validations."""
-    if state.iteration >= config.iterations:
+    total = config.known_iterations
+    if total is not None and state.iteration >= total:
         return "finished"
     scores = validation_scores(metrics, config.validation.metric)
     if config.ends_early({k: value for k, (_, value) in scores.items() if k < state.iteration}):

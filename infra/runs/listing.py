@@ -49,7 +49,7 @@ class RunSummary:
     age_s: float
     """Seconds since the last commit."""
     recipe: str = ""
-    """`algorithm.advantage.type`; empty for a fine-tuning run, and if it cannot be read."""
+    """See `recipe_of`; empty for a fine-tuning run, and if it cannot be read."""
     parent: str = ""
     """The name of the run from which it was forked; empty if it was not, and if that cannot be read."""
     problem: str = ""

@@ -151,7 +151,7 @@ class Run:
         closed = self.state.iteration
         if self.is_fit:
             return f"Run({self.store.url!r}, a fit with {counted(closed, 'round')})"
-        return f"Run({self.store.url!r}, {reached(closed, self.config.iterations)})"
+        return f"Run({self.store.url!r}, {reached(closed, self.config.known_iterations)})"
 
     @property
     def state(self) -> RunState:

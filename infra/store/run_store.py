@@ -324,9 +324,6 @@ class RunStore:
         """
         with self.log.held() as state:  # other threads must not commit ahead while the index is written
             iteration = state.iteration
-            assert state.stages or also, (
-                f"iteration {iteration} has not begun: should the previous one be closed instead?"
-            )
             tag = self._tag(self.begin_attempt(iteration, CLOSE))
             values = {name: float(value) for name, value in metrics.items()}
             row = {name: pa.array([values.get(name)], pa.float64()) for name in dict.fromkeys((*columns, *values))}

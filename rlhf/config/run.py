@@ -24,6 +24,7 @@ from ratchet.rlhf.config.sections import (
     DataConfig,
     JudgeConfig,
     ModelConfig,
+    ObservedConfig,
     PartnerConfig,
     PoolConfig,
     ReferenceConfig,
@@ -87,6 +88,9 @@ class RunConfig(Section):
         (), description="services that receive the metrics, in addition to the store; one that fails is left out"
     )
     train: TrainConfig = Field(TrainConfig(), description="length of the run, and handling of NaN")
+    observed: ObservedConfig | None = Field(
+        None, description="set by `ratchet import` and `ratchet.observe` alone: another trainer computes the run"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -106,6 +110,11 @@ class RunConfig(Section):
         """Total number of iterations, in a config whose epochs were converted; see `with_iterations`."""
         assert self.train.iterations is not None, "a run starts with a number of iterations"
         return self.train.iterations
+
+    @property
+    def known_iterations(self) -> int | None:
+        """Total number of iterations; None if another trainer computes the run, and has not said it."""
+        return self.iterations if self.observed is None else self.observed.iterations
 
     def validates(self, iteration: int) -> bool:
         """Returns True if an iteration starts with a validation. The end of the run is always validated, too."""
@@ -278,7 +287,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self, info: ValidationInfo) -> Self:
-        if info.context != ALLOW_INCOMPATIBLE and (mistakes := dict.fromkeys(incompatible(self))):
+        # nothing of an observed run is computed here
+        is_computed = info.context != ALLOW_INCOMPATIBLE and self.observed is None
+        if is_computed and (mistakes := dict.fromkeys(incompatible(self))):
             raise ValueError("\n".join(mistakes))
         return self
 

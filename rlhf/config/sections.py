@@ -887,6 +887,14 @@ class TrainConfig(Section):
         return self
 
 
+class ObservedConfig(Section):
+    """Another trainer computes the run."""
+
+    trainer: str = Field(description="its name, such as trl")
+    config: dict[str, JsonValue] = Field({}, description="its own config, without secrets")
+    iterations: int | None = Field(None, description="number of steps that it will make; null: unknown")
+
+
 class PoolConfig(Section):
     """Worker processes, with their own devices, that hold the models of some roles."""
 
