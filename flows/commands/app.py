@@ -23,6 +23,7 @@ from ratchet.flows.commands.demo import demo
 from ratchet.flows.commands.deploy import deploy, worker
 from ratchet.flows.commands.doctor import doctor
 from ratchet.flows.commands.forks import fork, relabel, rescore, sweep
+from ratchet.flows.commands.imports import import_
 from ratchet.flows.commands.models import evaluate, export, ingest, push, serve
 from ratchet.flows.commands.pretrained import model
 from ratchet.flows.commands.runs import compare, ls, query, report, show, status, ui, vacuum, verify
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.command(context_settings={"ignore_unknown_options": True})(convert)  # the options of the other program
 app.command()(dataset)
+app.command("import")(import_)
 app.command(epilog=config_keys() if "--help" in sys.argv else None)(train)
 command: Callable[..., None]
 for command in (resume, stop, status, ls, show, query, compare, ui, report):

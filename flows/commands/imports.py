@@ -1,0 +1,80 @@
+"""`ratchet import`: other trainers' files as a run."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ratchet.flows.commands.console import console
+from ratchet.flows.commands.options import DEFAULT_STORE, Store
+from ratchet.rlhf.errors import UserError, counted
+
+if TYPE_CHECKING:
+    from ratchet.infra.observe.sources.source import Source
+
+
+class Format(StrEnum):
+    jsonl = "jsonl"
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="a file or folder that the trainer wrote")],
+    format: Annotated[Format, typer.Option("--from", help="the trainer, or jsonl: JSON lines with --map")],
+    run: Annotated[str, typer.Option(help="name of the run to write, or to add to")],
+    validation: Annotated[
+        Path | None, typer.Option(help="a folder with the validations, if the trainer writes them apart (verl)")
+    ] = None,
+    map: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN=FIELD,…",
+            help="fields of JSON lines, such as prompt=input,response=output,score=reward,iteration=step",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="model whose tokenizer makes the tokens that the files lack: a folder, or a name on the hub"),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="the model that was trained; by default what the files say")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="add new steps as they are written, until Ctrl-C")] = False,
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Import another trainer's rollouts, scores and metrics as a run that every command on stored runs reads.
+
+    The same command again adds what is new.
+    """
+    from ratchet.flows.terminal import progress
+    from ratchet.infra.observe.importing import import_run
+
+    opened = _source(source, format, validation, _mapping(map))
+    with progress(console):
+        imported = import_run(opened, run, store, model=model, tokenizer=tokenizer, follow=follow)
+    parts = [counted(imported.steps, "step"), counted(imported.validations, "validation")]
+    console.print(
+        f"{run}: {' and '.join(parts)} imported, {imported.trajectories} trajectories"
+        + (f"; {imported.already} were there" if imported.already else ""),
+        highlight=False,
+    )
+    if imported.left_out:
+        console.print(f"fields without a column: {', '.join(sorted(imported.left_out))}", highlight=False)
+
+
+def _mapping(text: str | None) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for part in filter(None, (text or "").split(",")):
+        column, equals, name = part.partition("=")
+        if not equals or not column.strip() or not name.strip():
+            raise UserError(f"--map {part!r}: write COLUMN=FIELD, such as prompt=input,response=output")
+        pairs[column.strip()] = name.strip()
+    return pairs
+
+
+def _source(path: Path, format: Format, validation: Path | None, mapping: dict[str, str]) -> Source:
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder")
+    from ratchet.infra.observe.sources.jsonl import JSONLines
+
+    return JSONLines(path, mapping)

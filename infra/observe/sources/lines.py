@@ -1,0 +1,57 @@
+"""JSON lines of programs that may still write them."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ratchet.rlhf.errors import UserError, in_one_line
+
+
+def complete_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yields the number, the position and the bytes of each line that is not empty.
+
+    Lines end with a line feed alone, since texts may hold other separators. A last line without one is left out unless
+    it is a whole JSON value: its program may still be writing it.
+    """
+    position = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip() and (line.endswith(b"\n") or _is_json(line)):
+                yield number, position, line
+            position += len(line)
+
+
+def is_cut(path: Path) -> bool:
+    """True if the file ends within a line."""
+    size = path.stat().st_size
+    if not size:
+        return True
+    with path.open("rb") as file:
+        file.seek(size - 1)
+        if file.read() == b"\n":
+            return False
+        file.seek(0)
+        return not _is_json(deque(file, maxlen=1).pop())
+
+
+def parsed(line: bytes, where: str) -> dict[str, Any]:
+    """Parses a line. Raises UserError if it is no JSON object."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: this is no JSON ({in_one_line(error)})") from None
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: this is no JSON object")
+    return dict(value)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
