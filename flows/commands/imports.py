@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 class Format(StrEnum):
     jsonl = "jsonl"
+    prime_rl = "prime-rl"
+    trl = "trl"
+    verifiers = "verifiers"
+    verl = "verl"
 
 
 def import_(
@@ -26,6 +31,9 @@ def import_(
     run: Annotated[str, typer.Option(help="name of the run to write, or to add to")],
     validation: Annotated[
         Path | None, typer.Option(help="a folder with the validations, if the trainer writes them apart (verl)")
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="a file with the metrics, if the trainer writes it elsewhere (verl)")
     ] = None,
     map: Annotated[
         str | None,
@@ -49,7 +57,7 @@ def import_(
     from ratchet.flows.terminal import progress
     from ratchet.infra.observe.importing import import_run
 
-    opened = _source(source, format, validation, _mapping(map))
+    opened = _source(source, format, validation, metrics, _mapping(map))
     with progress(console):
         imported = import_run(opened, run, store, model=model, tokenizer=tokenizer, follow=follow)
     parts = [counted(imported.steps, "step"), counted(imported.validations, "validation")]
@@ -59,7 +67,7 @@ def import_(
         highlight=False,
     )
     if imported.left_out:
-        console.print(f"fields without a column: {', '.join(sorted(imported.left_out))}", highlight=False)
+        console.print(f"left out: {', '.join(sorted(imported.left_out))}", highlight=False)
 
 
 def _mapping(text: str | None) -> dict[str, str]:
@@ -72,9 +80,29 @@ def _mapping(text: str | None) -> dict[str, str]:
     return pairs
 
 
-def _source(path: Path, format: Format, validation: Path | None, mapping: dict[str, str]) -> Source:
+def _source(
+    path: Path, format: Format, validation: Path | None, metrics: Path | None, mapping: dict[str, str]
+) -> Source:
+    for option, value, of in (
+        ("--validation", validation, Format.verl),
+        ("--metrics", metrics, Format.verl),
+        ("--map", mapping, Format.jsonl),
+    ):
+        if value and format is not of:
+            raise UserError(f"{option} is for --from {of}: leave it out")
     if not path.exists():
         raise UserError(f"{path}: there is no such file or folder")
     from ratchet.infra.observe.sources.jsonl import JSONLines
+    from ratchet.infra.observe.sources.prime_rl import PrimeRL
+    from ratchet.infra.observe.sources.trl import TRL
+    from ratchet.infra.observe.sources.verifiers import Verifiers
+    from ratchet.infra.observe.sources.verl import Verl
 
-    return JSONLines(path, mapping)
+    sources: dict[Format, Callable[[], Source]] = {
+        Format.jsonl: lambda: JSONLines(path, mapping),
+        Format.prime_rl: lambda: PrimeRL(path),
+        Format.trl: lambda: TRL(path),
+        Format.verifiers: lambda: Verifiers(path),
+        Format.verl: lambda: Verl(path, validation, metrics),
+    }
+    return sources[format]()

@@ -117,6 +117,9 @@ def _add(
             raise UserError(
                 f"{unit.where}: step {unit.number} {why}, which the run has: import the files as another run (--run)"
             )
+        if unit.is_validation and unit.number < newest:  # it would count as one of newer weights
+            imported.left_out["validations that come after later steps"] += 1
+            continue
         content = _read(unit, made)
         imported.left_out.update(content.left_out)
         rows = content.stages.get(GENERATE, [])

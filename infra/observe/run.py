@@ -18,7 +18,17 @@ from pydantic import JsonValue
 from ratchet.infra.execution.claims import begin, claim, run_url
 from ratchet.infra.execution.heartbeat import Heartbeat
 from ratchet.infra.execution.stopping import Stopping
-from ratchet.infra.observe.rows import GENERATE, SCORE, Rows, aligned, as_rows, check_names, generated, metrics_of
+from ratchet.infra.observe.rows import (
+    GENERATE,
+    SCORE,
+    Rows,
+    aligned,
+    as_rows,
+    check_names,
+    generated,
+    last_branches,
+    metrics_of,
+)
 from ratchet.infra.progress import note
 from ratchet.infra.runs.forks import fork
 from ratchet.infra.store.clock import now
@@ -207,7 +217,7 @@ class StepWriter:
         if self.store.state.iteration > iteration:  # an earlier call has committed it after all
             return
         self._write(iteration, _tables(step, iteration, self.source), step.digest, now())
-        metrics = self._committed_metrics(iteration) | {STEP: float(step.number)} | step.metrics
+        metrics = self._committed_metrics(iteration) | step.metrics | {STEP: float(step.number)}
         self.store.close(metrics)
 
     def validate(self, validation: Validation) -> None:
@@ -323,7 +333,7 @@ def _validated(table: pa.Table) -> dict[str, float]:
         return {}
     rows = [
         row
-        for row in table.select(["data_source", "prompt_id", "response", "score"]).to_pylist()
+        for row in last_branches(table).select(["data_source", "prompt_id", "response", "score"]).to_pylist()
         if row["score"] is not None
     ]
     sizes: dict[str, int] = {}

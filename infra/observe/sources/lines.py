@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -47,6 +48,27 @@ def parsed(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: this is no JSON object")
     return dict(value)
+
+
+def parsed_file(path: Path) -> dict[str, Any]:
+    """Parses a file with one JSON object. Raises UserError if it holds something else."""
+    return parsed(path.read_bytes(), str(path))
+
+
+class Digests:
+    """sha256 of files. A file is read again only if its size or its time has changed, since folders are followed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int], str]] = {}
+
+    def of(self, path: Path) -> str:
+        stat = path.stat()
+        seen = (stat.st_size, stat.st_mtime_ns)
+        known = self._known.get(path)
+        if known is None or known[0] != seen:
+            with path.open("rb") as file:
+                known = self._known[path] = seen, hashlib.file_digest(file, "sha256").hexdigest()
+        return known[1]
 
 
 def _is_json(line: bytes) -> bool:

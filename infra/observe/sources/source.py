@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ratchet.infra.observe.rows import GENERATE
+from ratchet.infra.observe.rows import GENERATE, OTHER
 from ratchet.rlhf.schema import TRAJECTORY
 
 SOURCE = "source"
@@ -84,3 +86,20 @@ def content_of(
     if any(rest):
         stages[SOURCE] = rest
     return Content(stages, dict(metrics or {}))
+
+
+def others(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Names fields that no column takes. Objects and lists become JSON, as their shape differs from row to row."""
+    return {
+        f"{OTHER}{name}": value
+        if value is None or isinstance(value, str | bool | int | float)
+        else json.dumps(value, ensure_ascii=False)
+        for name, value in fields.items()
+    }
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """Selects the metrics that are numbers."""
+    return {
+        name: float(value) for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
+    }
