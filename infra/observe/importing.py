@@ -11,7 +11,7 @@ from typing import Any
 
 from ratchet.infra.observe.rows import GENERATE, check_names
 from ratchet.infra.observe.run import Step, StepWriter, Validation, observed_config
-from ratchet.infra.observe.sources.source import Content, Source, Unit
+from ratchet.infra.observe.sources.source import Content, Source, Unit, of_validation
 from ratchet.infra.progress import StepProgress, report
 from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.config import ModelConfig
@@ -143,14 +143,8 @@ def _add(
 
 def _read(unit: Unit, made: _Tokens | None) -> Content:
     content = unit.read()
-    if unit.is_validation:  # its scores stand in the rows
-        others = [name for name in content.stages if name != GENERATE]
-        rows = content.stages.get(GENERATE, [])
-        merged = [dict(row) for row in rows]
-        for name in others:
-            for row, more in zip(merged, content.stages[name], strict=True):
-                row |= more
-        content.stages = {GENERATE: merged}
+    if unit.is_validation:
+        content = of_validation(content)
     if made is not None:
         made.fill_in(content.stages.get(GENERATE, []))
     return content

@@ -6,7 +6,7 @@ import atexit
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -458,6 +458,18 @@ class ObservedRun:
         held = as_rows(rows)
         check_names(VALIDATE, held)
         self._give(Validation(held, self._last or 0))
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        """Does something for the run in a trainer's hook. An error ends the run with a note, and not the trainer."""
+        if self._refused is not None:
+            return
+        try:
+            work()
+        except Exception as error:
+            said = str(error) if isinstance(error, RatchetError) else f"{type(error).__name__}: {in_one_line(error)}"
+            note(f"{self._name} gets no further steps: {said}")
+            self.close(failure=said)
+            self._refused = RatchetError(said)
 
     def close(self, finished: bool = False, failure: str | None = None) -> None:
         """Waits until everything is stored, at most `CLOSE_S` seconds, and ends.

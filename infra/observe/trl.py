@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -11,8 +11,7 @@ from transformers import TrainerCallback
 from ratchet.infra.observe.rows import ADVANTAGES, GENERATE, SCORE
 from ratchet.infra.observe.run import ObservedRun, ObservedStep, start
 from ratchet.infra.observe.sources.source import SOURCE
-from ratchet.infra.progress import note
-from ratchet.rlhf.errors import RatchetError, in_one_line
+from ratchet.infra.observe.sources.trl import named
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -20,20 +19,6 @@ if TYPE_CHECKING:
 
     Trainer = GRPOTrainer | RLOOTrainer
 
-METRICS = {
-    "loss": "actor/loss",
-    "grad_norm": "actor/grad_norm",
-    "learning_rate": "actor/lr",
-    "entropy": "actor/entropy",
-    "kl": "actor/ref_kl",
-    "clip_ratio/region_mean": "actor/pg_clipfrac",
-    "completions/mean_length": "response_length/mean",
-    "completions/max_length": "response_length/max",
-    "completions/min_length": "response_length/min",
-    "completions/clipped_ratio": "response_length/clip_ratio",
-    "step_time": "perf/time_per_step",
-}
-"""Ratchet's names of TRL's metrics. Others keep theirs, after ``trl/``."""
 LOG_PROBS = {
     "sampling_per_token_logps": (GENERATE, "rollout_log_probs"),
     "old_per_token_logps": ("old_log_probs", "old_log_probs"),
@@ -76,7 +61,7 @@ class TRLCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
 
         def recorded(inputs: list[dict[str, Any]]) -> dict[str, Any]:
             outputs: dict[str, Any] = generate(inputs)
-            self._guarded(lambda: self._generated(inputs, outputs))
+            self._generated(inputs, outputs)
             return outputs
 
         trainer._generate_and_score_completions = recorded
@@ -107,7 +92,7 @@ class TRLCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
         """Collects metrics for the open step; several logs of a step are averaged."""
         for name, value in (logs or {}).items():
             if isinstance(value, int | float) and math.isfinite(value) and not name.startswith("eval_"):
-                self._logged.setdefault(METRICS.get(name, f"trl/{name}"), []).append(float(value))
+                self._logged.setdefault(name, []).append(float(value))
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -122,20 +107,8 @@ class TRLCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
     ) -> None:
         """Waits until everything is stored."""
         if self._run is not None:
-            self._guarded(self._close_step)
+            self._run.attempt(self._close_step)
             self._run.close(finished=state.global_step >= state.max_steps)
-
-    def _guarded(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception as error:
-            if self._run is not None:
-                said = (
-                    str(error) if isinstance(error, RatchetError) else f"{type(error).__name__}: {in_one_line(error)}"
-                )
-                note(f"{self._name} gets no further steps: {said}")
-                run, self._run, self._step = self._run, None, None
-                run.close(failure=said)
 
     def _generated(self, inputs: Sequence[Mapping[str, Any]], outputs: Mapping[str, Any]) -> None:
         """Takes a generation batch of all processes."""
@@ -143,12 +116,14 @@ class TRLCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
 
         tokens = gather_object(_tokens(outputs))  # by all processes
         asked = gather_object([{name: value for name, value in row.items() if name != "prompt"} for row in inputs])
-        if self._run is None:
-            return
-        rows = self._rows(tokens, asked)
+        if self._run is not None:
+            run = self._run
+            run.attempt(lambda: self._take(run, self._rows(tokens, asked)))
+
+    def _take(self, run: ObservedRun, rows: Sequence[Mapping[str, dict[str, Any]]]) -> None:
         if self._trainer.model.training:
             self._close_step()
-            self._step = self._run.step(self._trainer.state.global_step + 1)
+            self._step = run.step(self._trainer.state.global_step + 1)
             for stage in (GENERATE, SCORE, "old_log_probs", "ref_log_probs", ADVANTAGES, SOURCE):
                 if any(row[stage] for row in rows):
                     self._step.write(stage, [row[stage] for row in rows])
@@ -159,7 +134,7 @@ class TRLCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
         """Gives the open step the metrics that were logged since it began, and hands it over, then the validations."""
         logged, self._logged = self._logged, {}
         if self._step is not None:
-            self._step.metrics({name: sum(values) / len(values) for name, values in logged.items()})
+            self._step.metrics(named({name: sum(values) / len(values) for name, values in logged.items()}))
             self._step.close()
             self._step = None
         validations, self._validations = self._validations, []

@@ -141,13 +141,14 @@ def _read(file: Path, everything: Path | None, metrics: Mapping[str, Any]) -> Co
     for episode, _ in failed:
         episode["subset"] = "all"
     content = content_of_episodes([*episodes, *failed], is_validation=file.parents[1].name == "eval")
-    content.metrics = _named(finite(metrics))
+    content.metrics = named(finite(metrics))
     if len(failed) < len(others):
         content.left_out += ("episodes of all/ that this step did not train on",)
     return content
 
 
-def _named(metrics: Mapping[str, float]) -> dict[str, float]:
+def named(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Gives metrics of prime-rl Ratchet's names, or names after ``prime-rl/``."""
     rewards = [name for name in metrics if REWARD.fullmatch(name)]
     agents = {name.split("/")[3] for name in rewards}
     own = {name: name.partition("/reward")[2] for name in rewards} if len(agents) == 1 else {}

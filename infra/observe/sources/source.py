@@ -103,3 +103,13 @@ def finite(values: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value) for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+def of_validation(content: Content) -> Content:
+    """Moves the scores of a validation, and its other columns, to the rows of `generate`."""
+    rows = [dict(row) for row in content.stages.get(GENERATE, [])]
+    for stage, columns in content.stages.items():
+        if stage != GENERATE:
+            for row, more in zip(rows, columns, strict=True):
+                row |= more
+    return Content({GENERATE: rows}, content.metrics, content.left_out)

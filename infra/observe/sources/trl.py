@@ -122,7 +122,7 @@ class TRL:
             if evaluated:
                 yield self._unit(step, file, partial(_read_validation, file, weights, evaluated), is_validation=True)
             if step > 0:  # an evaluation may come before the first step
-                yield self._unit(step, file, partial(_read, file, before, weights, evaluated, _named(entries)))
+                yield self._unit(step, file, partial(_read, file, before, weights, evaluated, _logged(entries)))
             before = file
 
     def _unit(self, step: int, file: Path, read: Callable[[], Content], is_validation: bool = False) -> Unit:
@@ -281,8 +281,8 @@ def _evaluated(entries: Sequence[Mapping[str, Any]]) -> int:
     return round(prompts)
 
 
-def _named(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    values = finite({name: value for entry in entries for name, value in entry.items() if name != "step"})
+def named(values: Mapping[str, float]) -> dict[str, float]:
+    """Gives metrics of TRL Ratchet's names, or names after ``trl/``."""
     names = dict(NAMES)
     if not values.keys() & {"kl", "policy_loss", "aux_loss"}:  # the loss has no other terms
         names["loss"] = "actor/pg_loss"
@@ -290,6 +290,10 @@ def _named(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if reward := REWARD.fullmatch(name):
             names[name] = f"reward/{reward[1]}/mean"
     return {names.get(name, f"trl/{name}"): value for name, value in values.items()}
+
+
+def _logged(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return named(finite({name: value for entry in entries for name, value in entry.items() if name != "step"}))
 
 
 def _base_model(folder: Path) -> str | None:

@@ -63,12 +63,13 @@ class Verl:
                     number=number,
                     digest=self._digests.of(file),
                     where=str(file),
-                    read=partial(_read, file, metrics.get(number, {})),
+                    read=partial(generations, file, metrics.get(number, {})),
                     is_validation=folder is self._validations,
                 )
 
 
-def _read(file: Path, metrics: Mapping[str, Any]) -> Content:
+def generations(file: Path, metrics: Mapping[str, Any] | None = None) -> Content:
+    """Reads the generations of a step, to which its metrics are added. Raises UserError if a row is malformed."""
     rows = []
     for number, _, line in complete_lines(file):
         row = parsed(line, where := f"{file}, line {number}")
@@ -88,9 +89,9 @@ def _read(file: Path, metrics: Mapping[str, Any]) -> Content:
     content = content_of(
         [_columns(row, parts) for row in rows],
         [others({name: row[name] for name in row if name not in (*COLUMNS, *parts)}) for row in rows],
-        finite(metrics),
+        finite(metrics or {}),
     )
-    content.left_out = tuple(f"metric {name}" for name in metrics if name not in content.metrics)
+    content.left_out = tuple(f"metric {name}" for name in metrics or () if name not in content.metrics)
     return content
 
 
