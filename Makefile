@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm sglang browser ceph kubernetes buildah bubblewrap openenv harness slurm site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
+.PHONY: demo vllm sglang browser ceph kubernetes buildah bubblewrap openenv harness verl slurm site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
@@ -80,6 +80,15 @@ build/openenv/installed:
 
 openenv: build/openenv/installed ## a server of OpenEnv, for the tests of its environments
 
+# verl pins older versions of much of .venv: its tracking runs beside those that are there, without the rest of verl
+build/verl/installed: .venv/installed
+	$(PYTHON) -m venv build/verl
+	echo $(CURDIR)/.venv/lib/python3.11/site-packages > build/verl/lib/python3.11/site-packages/project.pth
+	build/verl/bin/pip install --quiet --no-deps verl==0.9.1 tensordict pyvers omegaconf antlr4-python3-runtime
+	touch $@
+
+verl: build/verl/installed ## verl's tracking, for the test of its hook
+
 slurm: ## Slurm for the tests of its batch script, with apt
 ifeq ($(shell command -v slurmctld > /dev/null && command -v munged > /dev/null && command -v ip),)
 	-if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; fi
@@ -101,7 +110,7 @@ test-versions: ## some of them with the oldest versions that pyproject.toml take
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) -m "not slow" $(OTHERS)
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) tests/integration/test_train.py
 
-test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah bubblewrap openenv harness slurm site-environment`
+test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah bubblewrap openenv harness verl slurm site-environment`
 	$(PYTEST) -m slow $(TESTS)
 
 test-sglang: build/sglang/installed ## those that ask a real SGLang server

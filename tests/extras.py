@@ -21,6 +21,7 @@ import pytest
 
 from tests import ceph, image, kubernetes, openenv_server, sglang_server, slurm
 
+VERL = Path(__file__).parents[1] / "build" / "verl" / "bin" / "python"
 HARNESSES = Path(__file__).parents[1] / "build" / "harness"
 MKDOCS = Path(__file__).parents[1] / "build" / "site-environment" / "bin" / "mkdocs"
 
@@ -56,6 +57,7 @@ def _has_gpu() -> bool:
 EXTRAS = {
     "ray": Extra(_package("ray"), "pip install ratchet-rlhf[ray]", is_large=True, is_extra=False),
     "megatron": Extra(_package("megatron"), "pip install ratchet-rlhf[megatron]", is_large=True, is_extra=False),
+    "verl": Extra(VERL.exists, "make verl"),
     "vllm": Extra(_package("vllm"), "make vllm", is_large=True),
     "sglang": Extra(sglang_server.PYTHON.exists, "make sglang", is_large=True),
     "ceph": Extra(lambda: ceph.missing() is None, "make ceph"),

@@ -5,7 +5,8 @@
 ...     for k in range(steps):
 ...         run.step(k).write("generate", rows).write("score", scores).metrics({"actor/lr": 1e-6}).close()
 
-Trainers that have hooks need one line; see `TRLCallback`.
+TRL, prime-rl and verifiers have hooks: `TRLCallback`, `PrimeRLMonitor`, `VerifiersHook`. verl loads its own
+(`ratchet.infra.observe.verl`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from typing import TYPE_CHECKING
 from ratchet.infra.observe.run import ObservedRun, ObservedStep, start
 
 if TYPE_CHECKING:
+    from ratchet.infra.observe.prime_rl import PrimeRLMonitor
     from ratchet.infra.observe.trl import TRLCallback
+    from ratchet.infra.observe.verifiers import VerifiersHook
 
-__all__ = ["ObservedRun", "ObservedStep", "TRLCallback", "start"]
+_HOOKS = {"PrimeRLMonitor": "prime_rl", "TRLCallback": "trl", "VerifiersHook": "verifiers"}
+"""Imported when they are used, as some import their trainer."""
+
+__all__ = ["ObservedRun", "ObservedStep", "PrimeRLMonitor", "TRLCallback", "VerifiersHook", "start"]
 
 
 def __getattr__(name: str) -> object:
-    if name == "TRLCallback":  # on use, as it imports transformers
-        value: object = import_module("ratchet.infra.observe.trl").TRLCallback
-        return value
-    raise AttributeError(f"module 'ratchet.observe' has no attribute {name!r}")
+    if name not in _HOOKS:
+        raise AttributeError(f"module 'ratchet.observe' has no attribute {name!r}")
+    hook: object = getattr(import_module(f"ratchet.infra.observe.{_HOOKS[name]}"), name)
+    return hook
