@@ -121,6 +121,7 @@ def test_a_server_that_is_too_busy_is_asked_again(
 
 
 @pytest.mark.promise
+@pytest.mark.slow
 def test_a_deployed_run_survives_its_process(
     config: RunConfig, worker: str, prefect_server: str, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ OPERATIONS = 100
 """Approximate number of writes of a tiny run."""
 MOMENTS = (
     ("create", '{"kind":"claim"'),
+    ("create", '{"kind":"journal"'),
     ("create", '{"kind":"shard"'),
     ("create", '{"kind":"stage"'),
     ("create", '{"kind":"close"'),
@@ -59,6 +60,8 @@ class Victim:
     store: str
     random: random.Random
     setups: list[Callable[[], None]] = field(default_factory=list)
+    kills: int = 0
+    """Drivers that died where `killed` wanted it."""
 
     def __post_init__(self) -> None:
         self.processes = Processes(self.folder)
@@ -105,7 +108,7 @@ class Victim:
 
     def killed(self) -> None:
         """Starts a driver that dies somewhere, if it gets there."""
-        expect(self.start(self.somewhere()), 0, -signal.SIGKILL)
+        self.kills += expect(self.start(self.somewhere()), 0, -signal.SIGKILL) != 0
 
 
 def _setup(folder: str, setups: tuple[Callable[[], None], ...]) -> None:
