@@ -61,6 +61,8 @@ def check(kind: Kind, url: str, folder: Path, expected: Result, *, drivers: int,
     if kind.is_exact:
         assert result.rows == expected.rows, "other rows"
         for what, value in expected.bits.items():
+            if what == "rows" and not kind.has_exact_rows:
+                continue
             assert result.bits[what] == value, f"other {what} than the run that was left alone"
 
 

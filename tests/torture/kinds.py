@@ -80,9 +80,15 @@ class Kind:
 
     @property
     def is_exact(self) -> bool:
-        """True if a run that was tortured has the bits of one that was left alone."""
+        """True if a run that was tortured has the weights and as many rows as one that was left alone, to the bit."""
         # a trajectory is dropped if a kill loses the answer to a turn that must not be repeated
         return self.name not in ("async", LEDGERS)
+
+    @property
+    def has_exact_rows(self) -> bool:
+        """True if its rows are the same to the bit, too."""
+        # log-probs of a trajectory that continues come from another batch, which rounds differently
+        return self.is_exact and self.name != WORKSHOPS
 
     @property
     def on_s3(self) -> bool:
