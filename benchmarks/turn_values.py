@@ -4,8 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/turn_values.py --steps 60000 --seeds 0 1 2
 
 Both play the game of examples/guess, from the same weights, with about as many steps of the environment and as many
-updates in each iteration. Every other iteration is validated with 16 games for each number; games of the validation do
-not count. The first table has the share of games that are won after so many steps; the second compares the values of
+updates in each iteration. Every fourth iteration is validated with 16 games for each number, which do not count. The first table has the share of games that are won after so many steps; the second compares the values of
 turns, from 16 continuations each, with those from 64 others. If the script is stopped, the same command continues.
 """
 
@@ -29,6 +28,8 @@ from ratchet.infra.runs.run import Run, open_run
 from ratchet.rlhf.config import RunConfig, load_config
 from ratchet.rlhf.errors import UserError
 
+VALIDATED = 4
+"""Iterations between validations."""
 RECIPE = Path(__file__).parents[1] / "examples" / "guess" / "guess.yaml"
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"rollout.n": 16, "actor.mini_batch_trajectories": 120},
@@ -69,14 +70,14 @@ def config_of(name: str, seed: int, store: str, **more: Any) -> RunConfig:
         "run.name": f"{name}-{seed}",
         "run.store": store,
         "run.seed": seed,
-        "validation.every": 2,
+        "validation.every": VALIDATED,
         "checkpoint.keep": {"last": 1, "every": None},
     }
     return load_config(RECIPE).with_values({**common, **RECIPES[name], **more})
 
 
 def trained(config: RunConfig, budget: int) -> Run:
-    """Trains one iteration at a time until the environment has answered so many turns."""
+    """Trains until the environment has answered so many turns, a few iterations at a time."""
     url = run_url(config.run.store, config.run.name)
     while True:
         try:
@@ -87,7 +88,7 @@ def trained(config: RunConfig, budget: int) -> Run:
             done, steps = run.state.iteration, float(steps_of(run).sum())
         if steps >= budget:
             return run
-        train(config.with_values({"train.iterations": done + 1}))
+        train(config.with_values({"train.iterations": done + VALIDATED}))
 
 
 def steps_of(run: Run) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
