@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/turn_values.py --steps 60000 --seeds 0 1 2
 
 Both play the game of examples/guess, from the same weights, with about as many steps of the environment and as many
-updates in each iteration. Every fourth iteration is validated with 16 games for each number, which do not count. The first table has the share of games that are won after so many steps; the second compares the values of
-turns, from 16 continuations each, with those from 64 others. If the script is stopped, the same command continues.
+updates in each iteration. Every fourth iteration is validated with 16 games for each number, which do not count. The
+first table has the share of games that are won after so many steps; the second compares the values of turns, from 16
+continuations each, with those from 64 others. If the script is stopped, the same command continues.
 """
 
 from __future__ import annotations
