@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -14,6 +15,8 @@ from typing import Any
 
 from ratchet.rlhf.environments import harbor
 from ratchet.rlhf.environments.environment import Observation
+from ratchet.rlhf.sandboxes.processes import Bubblewrap
+from ratchet.rlhf.sandboxes.sandbox import Limits
 
 
 class Chatty:
@@ -83,6 +86,42 @@ class Savings(Ledger):
         return Observation(observation.content, float(self.balance) if observation.content is None else 0.0)
 
 
+ADD_LINE = "cat >> lines; echo >> lines; touch -d @0 lines .; wc -l < lines"
+"""Without times, snapshots of the same files are the same."""
+
+
+class Workshop(Ledger):
+    """A ledger beside a sandbox, in which each turn adds a line to a file. Pays the lines of the file at the end."""
+
+    def __init__(self, folder: str, turns: int = 4) -> None:
+        super().__init__(folder, turns)
+        self.sandbox = Bubblewrap(["/work"], Limits())
+
+    def reset(self, messages: Any, ground_truth: Any, extra_info: Any) -> None:
+        self.sandbox.start({})
+
+    def step(self, turn: str, key: str) -> Observation:
+        content = super().step(turn, key).content
+        done = self.sandbox.exec(["sh", "-c", ADD_LINE], turn.encode(), seconds=60)
+        lines = int(done.output)
+        assert lines == self.answered, f"{lines} lines after {self.answered} turns"
+        return Observation(None if content is None else f"{lines} ", float(self.balance) if content is None else 0.0)
+
+    def snapshot(self) -> str:
+        return json.dumps([super().snapshot(), base64.b64encode(self.sandbox.snapshot()).decode()])
+
+    def restore(self, state: str) -> None:
+        books, files = json.loads(state)
+        super().restore(books)
+        self.sandbox.restore(base64.b64decode(files))
+
+    def is_repeatable(self, turn: str) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.sandbox.stop()
+
+
 class Tally:
     """Savings without effects, whose turns can be replayed."""
 
@@ -107,13 +146,26 @@ def entries(folder: Path, name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def check_books(folder: Path, *, is_damaged: bool = False) -> None:
-    """Asserts that no turn had its effect twice, and that none was repeated that must not be, unless the store has lost
-    what was stored."""
+def check_books(folder: Path, *, drivers: int | None = None, is_damaged: bool = False) -> None:
+    """Asserts that no turn had its effect twice; and, unless the store has lost what was stored, that none was repeated
+    that must not be, and that each driver repeated at most one turn of each trajectory.
+
+    Args:
+        drivers: how many processes have driven the run; None: any number.
+    """
     effects = [entry["key"] for entry in entries(folder, "effects")]
     assert len(effects) == len(set(effects)), "an effect was made twice"
-    delicate = [entry["key"] for entry in entries(folder, "calls") if "x" in entry["turn"]]
-    assert is_damaged or len(delicate) == len(set(delicate)), "a turn was repeated that must not be"
+    if is_damaged:
+        return
+    calls = entries(folder, "calls")
+    delicate = [entry["key"] for entry in calls if "x" in entry["turn"]]
+    assert len(delicate) == len(set(delicate)), "a turn was repeated that must not be"
+    by_trajectory: dict[str, list[str]] = {}
+    for entry in calls:
+        by_trajectory.setdefault(entry["key"].rpartition("/")[0], []).append(entry["key"])
+    for trajectory, keys in by_trajectory.items():
+        repeated = len(keys) - len(set(keys))
+        assert drivers is None or repeated < drivers, f"{drivers} drivers repeated {repeated} turns of {trajectory}"
 
 
 class Structured:

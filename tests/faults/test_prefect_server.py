@@ -52,7 +52,6 @@ def alone(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> History:
     return History.of(config)
 
 
-@pytest.mark.promise
 def test_a_run_outlives_a_restart_of_the_server(workspace: Path, tmp_path: Path) -> None:
     config, command = written(workspace, tmp_path, "outlives", 12)
     with prefect_api(tmp_path) as url:

@@ -120,7 +120,6 @@ def test_a_server_that_is_too_busy_is_asked_again(
     assert len(found) >= 6
 
 
-@pytest.mark.promise
 def test_a_deployed_run_survives_its_process(
     config: RunConfig, worker: str, prefect_server: str, tmp_path: Path
 ) -> None:

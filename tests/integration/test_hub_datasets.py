@@ -153,7 +153,6 @@ def test_what_the_hub_does_not_have_is_refused_in_one_line(python: Python, hub: 
         assert says in refused["error"] and "\n" not in refused["error"], name
 
 
-@pytest.mark.promise
 def test_a_run_trains_on_a_dataset_of_the_hub(python: Python, hub: Hub, tmp_path: Path, prefect_server: str) -> None:
     tiny.model_folder(tmp_path / "model")
     config = tiny.config(

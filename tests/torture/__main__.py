@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,6 +55,7 @@ class Outcome:
     fault: str
     seconds: float
     failure: str | None
+    kills: int
 
 
 def main() -> None:
@@ -65,6 +67,9 @@ def main() -> None:
     parser.add_argument("--ceph", action="store_true", help="runs on S3 are on Ceph's gateway, not on moto (make ceph)")
     parser.add_argument(
         "--kind", action="append", default=[], help="this kind of run alone, such as 'on S3'; may be repeated"
+    )
+    parser.add_argument(
+        "--fault", action="append", default=[], choices=FAULTS, help="this fault alone; may be repeated"
     )
     parser.add_argument("--keep", type=Path, help="where folders of scenarios that failed are kept")
     arguments = parser.parse_args()
@@ -136,19 +141,20 @@ class Torture:
     def _scenario(self, number: int) -> Outcome:
         draw = random.Random(f"{self.arguments.seed} {number}")
         kind = draw.choice(self.kinds)
-        fault = draw.choice([name for name in FAULTS if suits(name, kind)])
+        fault = draw.choice([name for name in self.arguments.fault or FAULTS if suits(name, kind)])
         began, failure = time.monotonic(), None
         with self.on_ray if kind.on_ray else nullcontext():
             victim = self._victim(kind, number, draw)
+            held = partial(self._check, victim, is_damaged=fault in DAMAGES)
             try:
                 FAULTS[fault](victim)
                 victim.setups.clear()
                 victim.finish()
-                check(kind, victim.url, victim.folder, self.expected[kind.name], is_damaged=fault in DAMAGES)
+                held()
                 assert expect(victim.cli("verify", "run"), 0) == 0
                 expect(victim.cli("vacuum", "run"), 0)
                 check_files(victim.url, victim.folder, len(victim.processes.children))
-                check(kind, victim.url, victim.folder, self.expected[kind.name], is_damaged=fault in DAMAGES)
+                held()
             except Exception:
                 failure = traceback.format_exc()
             finally:
@@ -163,7 +169,18 @@ class Torture:
             shutil.rmtree(victim.folder)
         elif self.arguments.keep is not None:
             shutil.copytree(victim.folder, self.arguments.keep / f"{number}", dirs_exist_ok=True)
-        return Outcome(number, kind.name, fault, time.monotonic() - began, failure)
+        return Outcome(number, kind.name, fault, time.monotonic() - began, failure, victim.kills)
+
+    def _check(self, victim: Victim, *, is_damaged: bool) -> None:
+        drivers = len(victim.processes.children)
+        check(
+            victim.kind,
+            victim.url,
+            victim.folder,
+            self.expected[victim.kind.name],
+            drivers=drivers,
+            is_damaged=is_damaged,
+        )
 
     def _victim(self, kind: Kind, number: int, draw: random.Random) -> Victim:
         folder = self.folder / (f"{number}" if number >= 0 else f"alone {kind.name}")
@@ -182,7 +199,11 @@ class Torture:
         table = Counter((outcome.kind, outcome.fault) for outcome in done)
         bad = Counter((outcome.kind, outcome.fault) for outcome in failed)
         minutes = (time.monotonic() - self.started) / 60
-        print(f"\nseed {self.arguments.seed}: {len(done)} scenarios in {minutes:.0f} minutes, {len(failed)} failed\n")
+        kills = sum(outcome.kills for outcome in done)
+        print(
+            f"\nseed {self.arguments.seed}: {len(done)} scenarios in {minutes:.0f} minutes, {kills} drivers killed, "
+            f"{len(failed)} failed\n"
+        )
         print(f"| run | {' | '.join(faults)} |\n|---|{'---|' * len(faults)}")
         for kind in sorted({outcome.kind for outcome in done}):
             cells = [_cell(table[kind, fault], bad[kind, fault]) for fault in faults]

@@ -25,13 +25,14 @@ from tests.faults.proxy import Action, Rule, proxy
 from tests.faults.test_clocks import stepping
 from tests.processes import Child, Fault, Processes
 from tests.torture.checks import history_of, named
-from tests.torture.kinds import Kind
+from tests.torture.kinds import WORKSHOPS, Kind
 
 WAIT_S = 900.0
 OPERATIONS = 100
 """Approximate number of writes of a tiny run."""
 MOMENTS = (
     ("create", '{"kind":"claim"'),
+    ("create", '{"kind":"journal"'),
     ("create", '{"kind":"shard"'),
     ("create", '{"kind":"stage"'),
     ("create", '{"kind":"close"'),
@@ -59,6 +60,8 @@ class Victim:
     store: str
     random: random.Random
     setups: list[Callable[[], None]] = field(default_factory=list)
+    kills: int = 0
+    """Drivers that died where `killed` wanted it."""
 
     def __post_init__(self) -> None:
         self.processes = Processes(self.folder)
@@ -103,9 +106,11 @@ class Victim:
         most = 12 if operation == "step" else OPERATIONS
         return Fault(operation, "", when, count=self.random.randint(1, most), action=action)
 
-    def killed(self) -> None:
-        """Starts a driver that dies somewhere, if it gets there."""
-        expect(self.start(self.somewhere()), 0, -signal.SIGKILL)
+    def killed(self) -> bool:
+        """Starts a driver that dies somewhere, if it gets there; returns True if it did."""
+        died = expect(self.start(self.somewhere()), 0, -signal.SIGKILL) != 0
+        self.kills += died
+        return died
 
 
 def _setup(folder: str, setups: tuple[Callable[[], None], ...]) -> None:
@@ -124,6 +129,13 @@ def expect(child: Child, *codes: int) -> int:
 def kills(victim: Victim) -> None:
     for _ in range(victim.random.randint(1, 3)):
         victim.killed()
+
+
+def many_kills(victim: Victim) -> None:
+    """Kills one driver after the other, until the run is complete or has had its share."""
+    for _ in range(victim.random.randint(10, 20)):
+        if not victim.killed():
+            return
 
 
 def terminations(victim: Victim) -> None:
@@ -368,6 +380,7 @@ def deletions(victim: Victim) -> None:
 
 FAULTS: dict[str, Callable[[Victim], None]] = {
     "driver killed": kills,
+    "many drivers killed": many_kills,
     "SIGTERM": terminations,
     "child or worker killed": kills_of_children,
     "contest": contests,
@@ -387,6 +400,8 @@ DAMAGES = ("bit flipped", "object lost")
 def suits(fault: str, kind: Kind) -> bool:
     if fault == "faulty S3":
         return kind.on_s3
+    if fault == "many drivers killed":
+        return kind.name == WORKSHOPS
     if kind.on_ray:
         return fault in ("driver killed", "child or worker killed", "SIGTERM", "contest")
     return True

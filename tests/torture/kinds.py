@@ -13,6 +13,7 @@ import yaml
 from tests import tiny
 
 LEDGERS = "environments with effects"
+WORKSHOPS = "fifty turns in sandboxes"
 CHANGES: dict[str, dict[str, Any]] = {
     "ppo": {"checkpoint": {"every": 1, "keep": {"last": 1, "every": None}}},
     "ppo, snapshots in the background": {"checkpoint": {"every": 2, "background": True}},
@@ -44,6 +45,21 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rollout__max_response_tokens": 96,
         "reward": {"function": None},
     },
+    WORKSHOPS: {
+        "rollout__environment": {
+            "name": "tests.environments:Workshop",
+            "options": {"folder": "{folder}/books", "turns": 50},
+            "max_turns": 52,
+            "max_error_share": 1.0,
+        },
+        "rollout__max_response_tokens": 700,
+        "rollout__prompts_per_shard": 1,
+        "data__prompts_per_iteration": 2,
+        "train__iterations": 2,
+        "algorithm": {"advantage": "grpo"},
+        "actor__micro_batch_tokens": 2048,
+        "reward": {"function": None},
+    },
     "adapters": {"model__lora": {"r": 4, "alpha": 8}, "checkpoint__every": 2},
     "one step off": {"rollout__mode": "one_step_off"},
     "async": {"rollout__mode": "async", "rollout__max_staleness": 2},
@@ -64,9 +80,15 @@ class Kind:
 
     @property
     def is_exact(self) -> bool:
-        """True if a run that was tortured has the bits of one that was left alone."""
-        # a trajectory that continues is in another batch, which rounds differently
+        """True if a run that was tortured has the weights and as many rows as one that was left alone, to the bit."""
+        # a trajectory is dropped if a kill loses the answer to a turn that must not be repeated
         return self.name not in ("async", LEDGERS)
+
+    @property
+    def has_exact_rows(self) -> bool:
+        """True if its rows are the same to the bit, too."""
+        # log-probs of a trajectory that continues come from another batch, which rounds differently
+        return self.is_exact and self.name != WORKSHOPS
 
     @property
     def on_s3(self) -> bool:
