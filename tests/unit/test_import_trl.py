@@ -84,7 +84,11 @@ def test_texts(tmp_path: Path) -> None:
     metrics = opened(tmp_path).metrics()
     assert list(metrics["training/global_step"]) == [9, 10]
     assert metrics["reward/mean"][0] == 1.25 and metrics["reward/short/mean"][0] == 0.75
-    assert metrics["actor/lr"][1] == pytest.approx(1e-5) and metrics["actor/entropy"][0] == 1.5 and metrics["actor/kl_loss"][0] == 0.1
+    assert (
+        metrics["actor/lr"][1] == pytest.approx(1e-5)
+        and metrics["actor/entropy"][0] == 1.5
+        and metrics["actor/kl_loss"][0] == 0.1
+    )
     assert metrics["trl/num_tokens"][0] == 7.0
     assert metrics["trl/loss"][0] == 0.25, "it has the KL as another term"
     assert metrics["actor/pg_loss"][1] == 0.25
