@@ -151,6 +151,23 @@ def test_turns_and_branches(tmp_path: Path) -> None:
     assert list(second["prompt_ids"]) == [9, 4] and second["response"] == "done"
 
 
+def test_agents_have_groups_of_their_own(tmp_path: Path) -> None:
+    solver, judge = ({"agent": {"name": name}} for name in ("solver", "judge"))
+    played = [trace(ASKED, said("56"), **solver), trace(ASKED, said("5"), **solver), trace(ASKED, said("no"), **judge)]
+    write(tmp_path / "traces.jsonl", episode("a", *played), episode("b", *played))
+    imported(tmp_path, tmp_path)
+    rows = opened(tmp_path).trajectories()
+    assert [name[-7:] for name in rows["trajectory_id"]] == [
+        "000-s00",
+        "000-s01",
+        "001-s00",
+        "000-s02",
+        "000-s03",
+        "001-s01",
+    ]
+    assert json.loads(rows["source_agent"][2]) == {"name": "judge"}
+
+
 def test_steps_of_a_trainer(tmp_path: Path) -> None:
     def at(step: int, kind: str, id: str) -> dict[str, Any]:
         work = {"type": kind, "step": step, "policy": {"start": step - 1, "end": step}}
