@@ -272,7 +272,7 @@ def test_files_of_trl(tmp_path: Path, are_messages: bool, monkeypatch: pytest.Mo
         assert (one["source_first"] or "") == one["response"][:1]
     for iteration in (0, 1):
         assert rows[rows["iteration"] == iteration]["score"].mean() == pytest.approx(metrics["reward/mean"][iteration])
-    assert rows["prompt"].isin(texts).all() and rows["prompt_is_text"].all() is not are_messages
+    assert rows["prompt"].isin(texts).all() and bool(rows["prompt_is_text"].all()) != are_messages
     logged = {one["step"]: one for one in trainer.state.log_history if "loss" in one}
     assert list(metrics["actor/lr"]) == [logged[step]["learning_rate"] for step in (1, 2, 3, 4)]
     assert list(metrics["actor/entropy"]) == [logged[step]["entropy"] for step in (1, 2, 3, 4)]

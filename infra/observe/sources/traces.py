@@ -216,7 +216,8 @@ def _tokens(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         own = _mask(node)
         if node.get("sampled"):
             drawn = [len(ids) + place for place, is_drawn in enumerate(own) if is_drawn]
-            spans.append((drawn[0], drawn[-1] + 1) if drawn else (len(ids) + len(own),) * 2)
+            end = len(ids) + len(own)
+            spans.append((drawn[0], drawn[-1] + 1) if drawn else (end, end))
         ids += _ids(node)
         mask += own
     begin = mask.index(1) if 1 in mask else len(mask)

@@ -237,7 +237,7 @@ def _rewards(table: pa.Table, weights: Mapping[str, float] | None) -> dict[str, 
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_floating(kind) or pa.types.is_integer(kind)
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
 
 
 def _is_whole(file: Path) -> bool:
