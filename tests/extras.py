@@ -72,6 +72,7 @@ EXTRAS = {
     "verifiers": Extra(_package("verifiers"), "pip install ratchet-rlhf[verifiers]", is_extra=False),
     "gymnasium": Extra(_package("gymnasium"), "pip install ratchet-rlhf[gymnasium]", is_extra=False),
     "reasoning-gym": Extra(_package("reasoning_gym"), "pip install ratchet-rlhf[reasoning-gym]", is_extra=False),
+    "trl": Extra(_package("trl"), "pip install trl"),
     "trackio": Extra(_package("trackio"), "pip install ratchet-rlhf[trackio]"),
     "gpu": Extra(_has_gpu, "run it on a machine with a GPU", is_large=True),
 }

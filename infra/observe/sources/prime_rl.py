@@ -68,9 +68,9 @@ class PrimeRL:
         """See `Source.units`."""
         metrics = self._metrics()
         steps = sorted(
-            (int(step[1]), folder)
+            (int(name[1]), folder)
             for folder in (self._folder / "rollouts").iterdir()
-            if (step := STEP.fullmatch(folder.name))
+            if (name := STEP.fullmatch(folder.name))
         )
         newest = {
             kind: max((n for n, step in steps if (step / kind).is_dir()), default=-1) for kind in ("train", "eval")

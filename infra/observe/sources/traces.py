@@ -107,12 +107,13 @@ def _rows(episode: Mapping[str, Any]) -> Iterator[Row]:
     group = (episode.get("group") or {}).get("id") or task.get("hash") or task.get("key") or task.get("data")
     policy = ((episode.get("run") or {}).get("work") or {}).get("policy") or {}
     of_episode = {f"episode_{name}": value for name, value in episode.items() if name not in ("task", "traces")}
+    agents = {(trace.get("agent") or {}).get("name") for trace in episode["traces"]}
     without = {"nodes": [], "ok": False}  # it failed before an agent began
     for trace in episode["traces"] or [without]:
-        task = trace.get("task") or task
-        data = task.get("data") or {}
+        asked = trace.get("task") or task
+        data = asked.get("data") or {}
         columns = {
-            "prompt_id": json.dumps([group, (trace.get("agent") or {}).get("name")]),
+            "prompt_id": json.dumps([group, *([trace["agent"]["name"]] if len(agents) > 1 else [])]),
             "data_source": env.get("name") or env.get("id") or None,
             "dataset_row": data.get("idx"),
             "ground_truth": data.get("answer"),
@@ -120,7 +121,7 @@ def _rows(episode: Mapping[str, Any]) -> Iterator[Row]:
             "policy_version": policy.get("start"),
             **_outcome(trace, episode),
         }
-        rest = of_episode | {f"task_{name}": value for name, value in task.items() if name != "data"}
+        rest = of_episode | {f"task_{name}": value for name, value in asked.items() if name != "data"}
         rest |= {name: value for name, value in trace.items() if name not in ("task", "tools", "nodes")}
         for branch, path in enumerate(_paths(trace["nodes"])):
             nodes = [trace["nodes"][place] for place in path]
@@ -215,7 +216,8 @@ def _tokens(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         own = _mask(node)
         if node.get("sampled"):
             drawn = [len(ids) + place for place, is_drawn in enumerate(own) if is_drawn]
-            spans.append((drawn[0], drawn[-1] + 1) if drawn else (len(ids) + len(own),) * 2)
+            end = len(ids) + len(own)
+            spans.append((drawn[0], drawn[-1] + 1) if drawn else (end, end))
         ids += _ids(node)
         mask += own
     begin = mask.index(1) if 1 in mask else len(mask)

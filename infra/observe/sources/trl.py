@@ -26,8 +26,10 @@ from ratchet.rlhf.errors import UserError, in_one_line
 COMPLETIONS = re.compile(r"completions_(\d+)\.parquet")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 FOOTER = b"PAR1"
+LOOKED_AT = 64
+"""The number of files in which completions without a reward are looked for."""
 REWARD = re.compile(r"rewards/(.+)/mean")
-BASE = ("step", "prompt", "completion", "advantage")
+BASE = ("prompt", "completion", "advantage")
 SETTINGS = (
     "max_steps",
     "num_train_epochs",
@@ -104,12 +106,12 @@ class TRL:
     def units(self) -> Iterator[Unit]:
         """See `Source.units`."""
         state = _state(self._folder)
-        weights = _weights(state.log)
         files = sorted(
             (int(name[1]), file)
             for file in self._completions.iterdir()
             if (name := COMPLETIONS.fullmatch(file.name)) and _is_whole(file)
         )
+        weights = _weights(state.log, [file for _, file in files[:LOOKED_AT]])
         before: Path | None = None
         for step, file in files:
             if state.step is not None and step > state.step:
@@ -202,16 +204,23 @@ def _rest(row: Mapping[str, Any], rewards: Mapping[str, float]) -> dict[str, Any
     return others(rest)
 
 
-def _rows(file: Path) -> tuple[pa.Table, list[dict[str, Any]]]:
-    """Reads a file, without its steps. Arrow gives a message the fields of all messages: their nulls are removed."""
+def _table(file: Path, names: Sequence[str] | None = None) -> pa.Table:
+    """Reads a file, or some of its columns."""
     try:
-        table = pq.read_table(file)
+        with pq.ParquetFile(file) as opened:
+            here = opened.schema_arrow.names
+            return opened.read([name for name in here if name != "step" and (names is None or name in names)])
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file}: this is no Parquet file that can be read ({in_one_line(error)})") from None
+
+
+def _rows(file: Path) -> tuple[pa.Table, list[dict[str, Any]]]:
+    """Reads a file. Arrow gives a message the fields of all messages: those without a value are removed."""
+    table = _table(file)
     if missing := [name for name in ("prompt", "completion") if name not in table.column_names]:
         raise UserError(f"{file}: there is no column {missing[0]}, which TRL's completions have")
     rows = []
-    for number, row in enumerate(table.drop_columns([n for n in ("step",) if n in table.column_names]).to_pylist()):
+    for number, row in enumerate(table.to_pylist()):
         for name in ("prompt", "completion"):
             if not isinstance(row[name], str | list):
                 raise UserError(f"{file}, row {number}: {name} is neither a text nor a list of messages")
@@ -228,7 +237,7 @@ def _rewards(table: pa.Table, weights: Mapping[str, float] | None) -> dict[str, 
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_floating(kind) or pa.types.is_integer(kind)
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
 
 
 def _is_whole(file: Path) -> bool:
@@ -254,7 +263,7 @@ def _state(folder: Path) -> _State:
     return state
 
 
-def _weights(log: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+def _weights(log: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> dict[str, float] | None:
     """Returns the weight of each reward, or None if the log names no rewards."""
     names = list(dict.fromkeys(name[1] for entry in log for key in entry if (name := REWARD.fullmatch(key))))
     if not names:
@@ -264,11 +273,17 @@ def _weights(log: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     means = np.array([[values[key] for key in keys[:-1]] for values in entries]).reshape(-1, len(names))
     rewards = np.array([values["reward"] for values in entries])
     weights = np.ones(len(names))
-    if len(entries) > len(names) and not np.allclose(means @ weights, rewards, atol=1e-4):
+    # where a function has not scored all completions, its mean is not that of its terms of the sum
+    if len(entries) > len(names) and not any(_lacks_values(file, names) for file in files):
         solved, _, rank, _ = np.linalg.lstsq(means, rewards, rcond=None)
         if rank == len(names) and np.allclose(means @ solved, rewards, atol=1e-4):
             weights = solved.round(4)
     return dict(zip(names, map(float, weights), strict=True))
+
+
+def _lacks_values(file: Path, names: Sequence[str]) -> bool:
+    table = _table(file, names)
+    return any(table[name].null_count for name in table.column_names)
 
 
 def _evaluated(entries: Sequence[Mapping[str, Any]]) -> int:

@@ -136,7 +136,7 @@ def _metrics(file: Path) -> dict[int, dict[str, Any]]:
         step, data = row.get("step"), row.get("data")
         if not isinstance(step, int) or not isinstance(data, Mapping):
             raise UserError(f'{where}: this is no line of verl\'s logger file, {{"step": …, "data": {{…}}}}')
-        metrics[step] = metrics.get(step, {}) | data
+        metrics.setdefault(step, {}).update(data)
     return metrics
 
 
