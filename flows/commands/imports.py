@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 class Format(StrEnum):
     jsonl = "jsonl"
+    nemo_rl = "nemo-rl"
+    openrlhf = "openrlhf"
+    atif = "atif"
 
 
 def import_(
@@ -75,6 +78,15 @@ def _mapping(text: str | None) -> dict[str, str]:
 def _source(path: Path, format: Format, validation: Path | None, mapping: dict[str, str]) -> Source:
     if not path.exists():
         raise UserError(f"{path}: there is no such file or folder")
+    from ratchet.infra.observe.sources.atif import ATIF
     from ratchet.infra.observe.sources.jsonl import JSONLines
+    from ratchet.infra.observe.sources.nemo_rl import NeMoRL
+    from ratchet.infra.observe.sources.openrlhf import OpenRLHF
 
+    if format is Format.nemo_rl:
+        return NeMoRL(path)
+    if format is Format.openrlhf:
+        return OpenRLHF(path)
+    if format is Format.atif:
+        return ATIF(path)
     return JSONLines(path, mapping)

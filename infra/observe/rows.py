@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from ratchet.infra.store.run_store import CLOSE, JOURNAL, VALIDATE
 from ratchet.rlhf.errors import UserError, counted, in_one_line
-from ratchet.rlhf.schema import PARTS, TRAJECTORY
+from ratchet.rlhf.schema import PARTS, TRAJECTORY, branch_id
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,8 +34,11 @@ def as_rows(rows: Rows) -> list[dict[str, Any]]:
     """Copies rows as a list of mappings; nested values are not copied."""
     if isinstance(rows, pa.Table):
         return list(rows.to_pylist())
-    if hasattr(rows, "to_dict"):
-        return [dict(row) for row in rows.to_dict("records")]
+    if hasattr(rows, "to_dict"):  # pandas writes a missing value as NaN
+        return [
+            {str(name): value for name, value in row.items() if not isinstance(value, float) or value == value}
+            for row in rows.to_dict("records")
+        ]
     return [dict(row) for row in rows]
 
 
@@ -63,7 +66,8 @@ def check_names(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
             f"stage {stage} has no column {unknown[0]}{f' (is it {near[0]}?)' if near else ''}: its columns are "
             f"{', '.join(sorted(known))}; a stage with a name of your own takes any columns"
         )
-    needed = {GENERATE: ("response", "response_ids"), VALIDATE: ("response", "response_ids"), SCORE: ("score",)}
+    answer = ("response", "response_ids")
+    needed = {GENERATE: answer, VALIDATE: answer, SCORE: ("score", "reward_error")}
     one_of = needed.get(stage, ())
     for number, row in enumerate(rows):
         if one_of and all(row.get(name) is None for name in one_of):
@@ -75,7 +79,8 @@ def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) ->
 
     Args:
         rows: see `check_names`. `prompt` is a text or a list of messages. Rows with the same `prompt_id`, or without
-            one the same prompt, are a group.
+            one the same prompt, are a group. Rows with a `branch` above 0 are further conversations of the trajectory
+            before them in their group.
         source: the `data_source` of rows that have none.
 
     Raises:
@@ -84,7 +89,7 @@ def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) ->
     groups: dict[str, int] = {}
     samples: Counter[int] = Counter()
     completed = []
-    for row in rows:
+    for number, row in enumerate(rows):
         prompt = row.get("messages") if row.get("messages") is not None else row.get("prompt")
         is_text = isinstance(prompt, str) and row.get("messages") is None
         messages = [{"role": "user", "content": prompt}] if is_text else prompt
@@ -92,8 +97,11 @@ def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) ->
         shown = row["prompt"] if isinstance(row.get("prompt"), str) else _rendered(messages)
         key = str(row["prompt_id"]) if row.get("prompt_id") is not None else _json([prompt, row.get("prompt_ids")])
         group = groups.setdefault(key, len(groups))
-        sample = samples[group]
-        samples[group] += 1
+        branch = given if isinstance(given := row.get("branch"), int) else 0
+        if branch and not samples[group]:
+            raise UserError(f"stage {GENERATE}, row {number}: branch {branch} has no trajectory before it in its group")
+        sample = samples[group] - (branch > 0)
+        samples[group] = sample + 1
         own = {name: value for name, value in row.items() if value is not None and name != "trajectory_id"}
         ids = own.get("response_ids")
         truth = own.get("ground_truth")
@@ -108,7 +116,7 @@ def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) ->
                 "response": "",
                 **({"response_mask": [1] * len(ids)} if ids is not None else {}),
                 **own,
-                "trajectory_id": f"it{iteration:06d}-p{group:05d}-s{sample:02d}",
+                "trajectory_id": branch_id(f"it{iteration:06d}-p{group:05d}-s{sample:02d}", branch),
                 "prompt_id": f"it{iteration:06d}-p{group:05d}",
                 "messages": None if messages is None else messages,
                 "prompt": shown,
@@ -159,10 +167,11 @@ def metrics_of(stage: str, table: pa.Table) -> dict[str, float]:
             if column in table.column_names and table[column].null_count == 0 and len(table):
                 metrics |= _spread(name, np.array([len(ids) for ids in table[column].to_pylist()], dtype=float))
     elif stage == SCORE:
-        scores = np.array([value for value in table["score"].to_pylist() if value is not None], dtype=float)
-        scores = scores[np.isfinite(scores)]
-        if len(scores):
-            metrics |= {"reward/mean": float(scores.mean()), **_spread("critic/score", scores)}
+        if "score" in table.column_names:
+            scores = table["score"].drop_null().to_numpy().astype(float)
+            scores = scores[np.isfinite(scores)]
+            if len(scores):
+                metrics |= {"reward/mean": float(scores.mean()), **_spread("critic/score", scores)}
         if "reward_parts" in table.column_names:
             parts: dict[str, list[float]] = {}
             for cell in table["reward_parts"].to_pylist():

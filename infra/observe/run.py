@@ -81,7 +81,7 @@ def observed_config(
             "run": {"name": name, "store": store},
             "model": {"path": model or NO_MODEL},
             "data": {"train": [f"the prompts of {trainer}"]},
-            "reward": {"function": None},
+            "reward": {"function": None, "on_error": "drop"},
             "algorithm": {"advantage": "reinforce_plus_plus", "kl": {"in_reward": None}},
             "critic": None,
             "observed": {"trainer": trainer, "config": _plain(config or {}), "iterations": iterations},
