@@ -112,11 +112,11 @@ def _add(
         if unit.digest in validated if unit.is_validation else known.get(unit.number) == unit.digest:
             imported.already += 1
             continue
-        if not unit.is_validation and unit.number <= newest:
-            why = "has changed since it was imported" if unit.number in known else f"comes before step {newest}"
-            raise UserError(
-                f"{unit.where}: step {unit.number} {why}, which the run has: import the files as another run (--run)"
-            )
+        if unit.number < newest or (unit.number == newest and not unit.is_validation):
+            what = f"{'the validation after ' if unit.is_validation else ''}step {unit.number}"
+            changed = not unit.is_validation and unit.number in known
+            why = "has changed since it was imported" if changed else f"comes before step {newest}, which the run has"
+            raise UserError(f"{unit.where}: {what} {why}: import the files as another run (--run)")
         content = _read(unit, made)
         imported.left_out.update(content.left_out)
         rows = content.stages.get(GENERATE, [])

@@ -241,7 +241,8 @@ def conversations(tree: Mapping[str, Any], where: str, name: str) -> list[dict[s
     Returns:
         A row for each conversation of answers with tokens, with the keys of `ingest.TRAJECTORIES`, except those that
         name the source. A conversation without tokens has those of its texts, and the messages before its last answer;
-        its `text_calls` are what `calls` would be, and its `chat` are all of its messages. There are also the prompt's `ground_truth`, and `is_whole`, which is False if an error ended the trajectory.
+        its `text_calls` are what `calls` would be, and its `chat` are all of its messages. There are also the prompt's
+        `ground_truth`, and `is_whole`, which is False if an error ended the trajectory.
 
     Raises:
         UserError: it is not ATIF; the message has a line for each mistake.

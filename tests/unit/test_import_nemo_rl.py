@@ -13,7 +13,11 @@ from ratchet.infra.observe.sources.nemo_rl import NeMoRL
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.rlhf.errors import UserError
 
-CONFIG = "policy:\n  model_name: Qwen/Qwen3-4B\ngrpo:\n  num_generations_per_prompt: 2\nlogger:\n  wandb:\n    api_key: s3cret\n"
+CONFIG = """
+policy: {model_name: Qwen/Qwen3-4B}
+grpo: {num_generations_per_prompt: 2}
+logger: {wandb: {api_key: s3cret}}
+"""
 
 
 def sample(idx: int, **fields: Any) -> dict[str, Any]:

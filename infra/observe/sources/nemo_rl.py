@@ -7,7 +7,7 @@ conversation, padded to the longest one of the batch. Rewards have no parts, and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
