@@ -120,13 +120,13 @@ def test_a_line_that_is_cut_is_left_for_later(file: Path) -> None:
 def test_files_of_a_folder_may_share_steps(tmp_path: Path) -> None:
     (folder := tmp_path / "ranks").mkdir()
     write(folder / "0.jsonl", line(1), line(2))
-    write(folder / "1.jsonl", line(1, output="5"), line(2, output="6"))
+    write(folder / "1.jsonl", line(1, output="5"), line(2), line(2, output="6"))
     whole = (folder / "1.jsonl").read_bytes()
     (folder / "1.jsonl").write_bytes(whole[:-5])
     assert imported(folder).steps == 1
     (folder / "1.jsonl").write_bytes(whole)
     assert imported(folder).steps == 1
-    assert stored(folder).trajectories()["response"].tolist() == ["4", "5", "4", "6"]
+    assert stored(folder).trajectories()["response"].tolist() == ["4", "5", "4", "4", "6"]
 
 
 def test_separators_within_texts_and_numbers_that_are_none(file: Path) -> None:
@@ -150,6 +150,7 @@ def test_separators_within_texts_and_numbers_that_are_none(file: Path) -> None:
         ('{"step": 1, "prompt": "a"}\n', r"rollouts.jsonl: step 1: stage generate, row 0 has no response"),
         ('{"step": 1, "output": "a", "reward": {"total": "x"}}\n', r"step 1: stage score, row 0: score is no float"),
         ('{"step": NaN, "output": "a"}\n', r"line 1: the field 'step' is no number of a step"),
+        ('{"step": 1, "output": "\\ud800"}\n', r"step 1: stage generate, row 0: response is no string"),
         ("", r"there is no complete step"),
     ],
 )

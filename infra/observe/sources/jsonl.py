@@ -51,11 +51,11 @@ class JSONLines:
         self._taken = {field.partition(".")[0] for field in mapping.values()} | ({ITERATION, SPLIT} - set(mapping))
 
     def units(self) -> Iterator[Unit]:
-        """See `Source.units`. Several files may have rows of a step. The last step of a file whose last line is cut is
-        still being written."""
+        """See `Source.units`. Several files may have rows of a step. If the last line of a file is cut, its last step
+        is still being written, and so are later ones."""
         places: dict[tuple[int, bool], array[int]] = {}
         digests: dict[tuple[int, bool], Any] = {}
-        unfinished = set()
+        ends: list[tuple[int, bool]] = []
         for place, file in enumerate(self._files):
             last: tuple[int, bool] | None = None
             for number, position, line in complete_lines(file):
@@ -64,10 +64,10 @@ class JSONLines:
                 last = key = (self._iteration(row, where), self._value(row, SPLIT) in VALIDATIONS)
                 places.setdefault(key, array("q")).extend((place, number, position, len(line)))
                 digests.setdefault(key, hashlib.sha256()).update(line.rstrip(b"\n"))
-            if is_cut(file):
-                unfinished.add(last)
+            if last is not None and is_cut(file):
+                ends.append(last)
         for key, of_key in places.items():
-            if key not in unfinished:
+            if not ends or key < min(ends):
                 yield Unit(
                     number=key[0],
                     digest=digests[key].hexdigest(),
