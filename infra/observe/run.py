@@ -211,7 +211,7 @@ class StepWriter:
         iteration = self._begun[step.number]
         if self.store.state.iteration > iteration:  # an earlier call has committed it after all
             return
-        own = {STEP: float(step.number), **step.metrics}
+        own = {**step.metrics, STEP: float(step.number)}
         self._write(iteration, _tables(step, iteration, self.source), step.digest, own)
         self.store.close(self._committed_metrics(iteration) | own)
 
