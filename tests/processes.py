@@ -126,6 +126,10 @@ class Processes:
     def cli(self, *arguments: object, faults: tuple[Fault, ...] = (), setup: Callable[[], None] | None = None) -> Child:
         return self._start(_cli, [str(argument) for argument in arguments], faults, setup)
 
+    def call(self, function: Callable[[Any], None], argument: Any, *faults: Fault) -> Child:
+        """Calls a function of a module of tests."""
+        return self._start(function, argument, faults, None)
+
     def _start(self, run: Callable[[Any], None], argument: Any, faults: tuple[Fault, ...], setup: Any) -> Child:
         name = f"{len(self.children):03d}"
         output, counts = self.folder / f"{name}.out", self.folder / f"{name}.counts"

@@ -23,6 +23,9 @@ class Format(StrEnum):
     trl = "trl"
     verifiers = "verifiers"
     verl = "verl"
+    nemo_rl = "nemo-rl"
+    openrlhf = "openrlhf"
+    atif = "atif"
 
 
 def import_(
@@ -92,14 +95,20 @@ def _source(
             raise UserError(f"{option} is for --from {of}: leave it out")
     if not path.exists():
         raise UserError(f"{path}: there is no such file or folder")
+    from ratchet.infra.observe.sources.atif import ATIF
     from ratchet.infra.observe.sources.jsonl import JSONLines
+    from ratchet.infra.observe.sources.nemo_rl import NeMoRL
+    from ratchet.infra.observe.sources.openrlhf import OpenRLHF
     from ratchet.infra.observe.sources.prime_rl import PrimeRL
     from ratchet.infra.observe.sources.trl import TRL
     from ratchet.infra.observe.sources.verifiers import Verifiers
     from ratchet.infra.observe.sources.verl import Verl
 
     sources: dict[Format, Callable[[], Source]] = {
+        Format.atif: lambda: ATIF(path),
         Format.jsonl: lambda: JSONLines(path, mapping),
+        Format.nemo_rl: lambda: NeMoRL(path),
+        Format.openrlhf: lambda: OpenRLHF(path),
         Format.prime_rl: lambda: PrimeRL(path),
         Format.trl: lambda: TRL(path),
         Format.verifiers: lambda: Verifiers(path),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ratchet.infra.store.run_store import CLOSE, JOURNAL, VALIDATE
 from ratchet.rlhf.errors import UserError, counted, in_one_line
@@ -26,6 +27,8 @@ JSON_COLUMNS = ("messages", "tools", "ground_truth", "extra_info")
 """Columns whose values are stored as JSON unless they are texts."""
 PER_TOKEN = ("advantages", "returns", "values", "token_scores", "token_rewards")
 """Columns of a value per token; a single number stands for each token of the response."""
+WRONG = (pa.ArrowException, TypeError, ValueError, OverflowError)
+"""Errors of Arrow about a value."""
 ANSWERS = {"score", "reward_parts", "reward_error"}
 """Columns that a validation has, in addition to those of `generate`."""
 OTHER = "source_"
@@ -93,19 +96,18 @@ def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) ->
     samples: Counter[int] = Counter()
     completed = []
     for number, row in enumerate(rows):
-        prompt = row.get("messages") if row.get("messages") is not None else row.get("prompt")
-        is_text = isinstance(prompt, str) and row.get("messages") is None
-        messages = [{"role": "user", "content": prompt}] if is_text else prompt
-        messages = json.loads(messages) if isinstance(messages, str) else messages
-        shown = row["prompt"] if isinstance(row.get("prompt"), str) else _rendered(messages)
-        key = str(row["prompt_id"]) if row.get("prompt_id") is not None else _json([prompt, row.get("prompt_ids")])
+        own = {name: value for name, value in row.items() if value is not None and name != "trajectory_id"}
+        prompt = own.get("messages", own.get("prompt"))
+        is_text = isinstance(prompt, str) and "messages" not in own
+        messages = _messages(prompt, is_text, f"stage {GENERATE}, row {number}")
+        shown = own["prompt"] if isinstance(own.get("prompt"), str) else _rendered(messages)
+        key = str(own["prompt_id"]) if "prompt_id" in own else _json([prompt, own.get("prompt_ids")])
         group = groups.setdefault(key, len(groups))
-        branch = given if isinstance(given := row.get("branch"), int) else 0
+        branch = given if isinstance(given := own.get("branch"), int) else 0
         if branch and not samples[group]:
             raise UserError(f"stage {GENERATE}, row {number}: branch {branch} has no trajectory before it in its group")
         sample = samples[group] - (branch > 0)
         samples[group] = sample + 1
-        own = {name: value for name, value in row.items() if value is not None and name != "trajectory_id"}
         ids = own.get("response_ids")
         truth = own.get("ground_truth")
         completed.append(
@@ -117,16 +119,16 @@ def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) ->
                 "by_expert": False,
                 "seed": 0,
                 "response": "",
-                **({"response_mask": [1] * len(ids)} if ids is not None else {}),
+                **({"response_mask": np.ones(len(ids), np.int8)} if hasattr(ids, "__len__") else {}),
                 **own,
                 "trajectory_id": branch_id(f"it{iteration:06d}-p{group:05d}-s{sample:02d}", branch),
                 "prompt_id": f"it{iteration:06d}-p{group:05d}",
-                "messages": None if messages is None else messages,
+                "messages": messages,
                 "prompt": shown,
                 "ground_truth_is_json": truth is not None and not isinstance(truth, str),
             }
         )
-    return _table(completed, GENERATE, ids=None)
+    return _table(completed, GENERATE)
 
 
 def aligned(
@@ -141,11 +143,14 @@ def aligned(
     Raises:
         UserError: a row belongs to no trajectory, or a value has the wrong type.
     """
+    known = set(ids)
     named = [row.get("trajectory_id") for row in rows]
     if any(name is not None for name in named):
-        if lost := [name for name in named if name not in set(ids)]:
-            raise UserError(f"stage {stage}: the step has generated no trajectory {lost[0]}")
         of_row = [str(name) for name in named]
+        if lost := [name for name in of_row if name not in known]:
+            raise UserError(f"stage {stage}: the step has generated no trajectory {lost[0]}")
+        if len(set(of_row)) < len(of_row):
+            raise UserError(f"stage {stage}: several rows name the trajectory {Counter(of_row).most_common(1)[0][0]}")
     else:
         if len(rows) != len(ids):
             raise UserError(
@@ -159,7 +164,7 @@ def aligned(
         {**{name: _per_token(name, value, lengths[id_]) for name, value in row.items()}, "trajectory_id": id_}
         for id_, row in zip(of_row, rows, strict=True)
     ]
-    return _table(completed, stage, ids=of_row)
+    return _table(completed, stage)
 
 
 def metrics_of(stage: str, table: pa.Table) -> dict[str, float]:
@@ -168,13 +173,14 @@ def metrics_of(stage: str, table: pa.Table) -> dict[str, float]:
     if stage == GENERATE:
         for column, name in (("response_ids", "response_length"), ("prompt_ids", "prompt_length")):
             if column in table.column_names and table[column].null_count == 0 and len(table):
-                metrics |= _spread(name, np.array([len(ids) for ids in table[column].to_pylist()], dtype=float))
+                metrics |= _spread(name, pc.list_value_length(table[column]).to_numpy().astype(float))
     elif stage == SCORE:
         table = last_branches(table)
-        scores = np.array([value for value in table["score"].to_pylist() if value is not None], dtype=float)
-        scores = scores[np.isfinite(scores)]
-        if len(scores):
-            metrics |= {"reward/mean": float(scores.mean()), **_spread("critic/score", scores)}
+        if "score" in table.column_names:
+            scores = table["score"].drop_null().to_numpy().astype(float)
+            scores = scores[np.isfinite(scores)]
+            if len(scores):
+                metrics |= {"reward/mean": float(scores.mean()), **_spread("critic/score", scores)}
         if "reward_parts" in table.column_names:
             parts: dict[str, list[float]] = {}
             for cell in table["reward_parts"].to_pylist():
@@ -185,7 +191,7 @@ def metrics_of(stage: str, table: pa.Table) -> dict[str, float]:
         if "reward_error" in table.column_names and (errors := len(table) - table["reward_error"].null_count):
             metrics["reward/errors"] = float(errors)
     elif stage == ADVANTAGES and "advantages" in table.column_names:
-        values = np.array([v for cell in table["advantages"].to_pylist() for v in cell or ()], dtype=float)
+        values = pc.list_flatten(table["advantages"]).drop_null().to_numpy().astype(float)
         if len(values):
             metrics |= _spread("critic/advantages", values)
     return metrics
@@ -205,51 +211,73 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     }
 
 
-def _table(rows: Sequence[Mapping[str, Any]], stage: str, ids: Sequence[str] | None) -> pa.Table:
+def _table(rows: Sequence[Mapping[str, Any]], stage: str) -> pa.Table:
     names = dict.fromkeys(["trajectory_id", *(name for row in rows for name in row)])
     order = [name for name in ("trajectory_id", *TRAJECTORY.names(stage)) if name in names]
     order += [name for name in names if name not in order]
-    columns = {}
-    for name in order:
-        kind = TRAJECTORY.type_of(name)
-        values = [_stored(name, kind, row.get(name)) for row in rows]
-        columns[name] = _array(values, kind, f"stage {stage}", name)
-    return pa.table(columns)
+    return pa.table({name: _array([row.get(name) for row in rows], f"stage {stage}", name) for name in order})
 
 
-def _stored(name: str, kind: pa.DataType | None, value: Any) -> Any:
-    if value is None:
-        return None
+def _array(values: list[Any], where: str, name: str) -> pa.Array:
+    """Makes a column. Raises UserError, which names the first row whose value has the wrong type."""
+    kind = TRAJECTORY.type_of(name)
     if name in JSON_COLUMNS:
-        return value if isinstance(value, str) and name != "messages" else _json(value)
-    if kind == PARTS and isinstance(value, Mapping):
-        return [{"name": str(part), "value": number} for part, number in value.items() if number is not None]
-    if isinstance(value, float) and kind is not None and pa.types.is_integer(kind) and value.is_integer():
-        return int(value)  # pandas stores integers with a missing value as floats
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return value
-
-
-def _array(values: list[Any], kind: pa.DataType | None, where: str, name: str) -> pa.Array:
+        values = [
+            value if value is None or (isinstance(value, str) and name != "messages") else _json(value)
+            for value in values
+        ]
+    elif kind == PARTS:
+        values = [_parts(value) if isinstance(value, Mapping) else value for value in values]
+    elif kind is None or not (pa.types.is_primitive(kind) or pa.types.is_list(kind)):
+        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
     try:
-        return pa.array(values, type=kind)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        return _converted(values, kind)
+    except WRONG as error:
         if kind is None:  # values of several types
             return pa.array([None if value is None else _json(value) for value in values], type=pa.string())
         for number, value in enumerate(values):
             try:
-                pa.array([value], type=kind)
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as wrong:
+                _converted([value], kind)
+            except WRONG as wrong:
                 raise UserError(f"{where}, row {number}: {name} is no {kind} ({in_one_line(wrong)})") from None
         raise UserError(f"{where}: {name} is no {kind} ({in_one_line(error)})") from None
+
+
+def _converted(values: list[Any], kind: pa.DataType | None) -> pa.Array:
+    inner = kind.value_type if kind is not None and pa.types.is_list(kind) else kind
+    if inner is None or not pa.types.is_integer(inner):
+        return pa.array(values, type=kind)
+    found = pa.array(values)  # with a type, Arrow would cut off decimal places
+    of_found = found.type.value_type if pa.types.is_list(found.type) else found.type
+    if pa.types.is_string(of_found):  # a cast would read the digits
+        raise TypeError("it holds texts")
+    return found.cast(kind)
+
+
+def _parts(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"name": str(part), "value": number} for part, number in value.items() if number is not None]
 
 
 def _per_token(name: str, value: Any, tokens: int | None) -> Any:
     """Repeats a single number for each token of the response; without tokens, the column has one value."""
     if name in PER_TOKEN and value is not None and np.ndim(value) == 0:
-        return [float(value)] * (1 if tokens is None else tokens)
+        return np.full(1 if tokens is None else tokens, value, np.float32)
     return value
+
+
+def _messages(prompt: Any, is_text: bool, where: str) -> Any:
+    """Returns the messages of a prompt: a text, messages, or messages as JSON. Raises UserError if it is neither."""
+    messages = [{"role": "user", "content": prompt}] if is_text else prompt
+    if isinstance(messages, str):
+        try:
+            messages = json.loads(messages)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: messages is no JSON ({in_one_line(error)})") from None
+    if messages is not None and not (
+        isinstance(messages, Sequence | np.ndarray) and all(isinstance(message, Mapping) for message in messages)
+    ):
+        raise UserError(f"{where}: a prompt is a text or a list of messages with role and content")
+    return messages
 
 
 def _rendered(messages: Iterable[Mapping[str, Any]] | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import JsonValue
 
 from ratchet.infra.execution.claims import begin, claim, run_url
 from ratchet.infra.execution.heartbeat import Heartbeat
+from ratchet.infra.execution.standing import parent_of
 from ratchet.infra.execution.stopping import Stopping
 from ratchet.infra.observe.rows import (
     GENERATE,
@@ -29,13 +32,12 @@ from ratchet.infra.observe.rows import (
     last_branches,
     metrics_of,
 )
-from ratchet.infra.progress import note
 from ratchet.infra.runs.forks import fork
 from ratchet.infra.store.clock import now
 from ratchet.infra.store.log import RunLog
 from ratchet.infra.store.manifest import Fingerprint, Manifest
 from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
-from ratchet.infra.store.records import Commit, ShardCommit, StageCommit
+from ratchet.infra.store.records import Commit, RunState, ShardCommit, StageCommit
 from ratchet.infra.store.run_store import VALIDATE, RunStore
 from ratchet.rlhf.config import RunConfig, parse_config, stored_config
 from ratchet.rlhf.config.published import LEFT_OUT, SECRET
@@ -51,6 +53,8 @@ OPEN_S = 10.0
 """Seconds that a trainer waits for mistakes in the settings of its run, such as a store that refuses to be written."""
 QUEUE = 64
 """Steps that wait in memory for the store; further ones are left out."""
+BEFORE = -1
+"""The number of a step in whose place two validations precede all steps."""
 PAUSE_S = 5.0
 """Seconds between attempts to write to a store that does not answer."""
 CLOSE_S = 60.0
@@ -73,7 +77,8 @@ class Validation:
     """Answers to held-out prompts, by the weights after the last step."""
 
     rows: list[dict[str, Any]]
-    number: int
+    number: int | None
+    """The trainer's number of that step; None: that of the run's last step."""
     digest: str = ""
 
 
@@ -91,7 +96,7 @@ def observed_config(
             "run": {"name": name, "store": store},
             "model": {"path": model or NO_MODEL},
             "data": {"train": [f"the prompts of {trainer}"]},
-            "reward": {"function": None},
+            "reward": {"function": None, "on_error": "drop"},
             "algorithm": {"advantage": "reinforce_plus_plus", "kl": {"in_reward": None}},
             "critic": None,
             "observed": {"trainer": trainer, "config": _plain(config or {}), "iterations": iterations},
@@ -125,6 +130,8 @@ class StepWriter:
         self._stopping = Stopping("its trainer")
         self._begun: dict[int, int] = {}
         """The iteration of each step that this writer was given."""
+        self._child: ObjectStore | None = None
+        """A fork that was begun."""
 
     @property
     def store(self) -> RunStore:
@@ -143,11 +150,11 @@ class StepWriter:
             UserError: the run is one of Ratchet's own, or of another trainer, or the store refuses to be written.
             Fenced: another process writes the run.
         """
-        url = run_url(self._config.run.store, self._config.run.name)
-        attempt = _newest_attempt(url)
-        self._claim(RunStore.at(_attempt_url(url, attempt)))
+        newest, _ = _attempts(run_url(self._config.run.store, self._config.run.name))
+        self._claim(RunStore.at(newest))
 
     def _claim(self, store: RunStore) -> None:
+        self.close()
         config = self._config.with_values({"run.name": store.url.rpartition("/")[2]})
         state = begin(store, config, take_over=False)
         if state.claim is not None:
@@ -159,6 +166,8 @@ class StepWriter:
         store.sweep((*state.stages, *state.shards))
         self._store = store
         self._heartbeat = Heartbeat(store.log, self._stopping)
+        if _trained(store.state):  # a writer that was killed has committed all of this step but its end
+            store.close(self._committed_metrics(store.state.iteration))
 
     def close(self, failure: str | None = None) -> None:
         """Ends the claim; `failure` is the error that ended the trainer."""
@@ -180,12 +189,8 @@ class StepWriter:
         store, known = self.store, {}
         for iteration in range(store.state.iteration):
             index = store.log.load_index(store.index_of(iteration))
-            digests = {
-                stage.fingerprint
-                for name, stage in index.stages.items()
-                if isinstance(stage, StageCommit) and name != VALIDATE
-            }
-            known[int(index.metric_values[STEP])] = min(digests, default="")
+            if (stages := _trained(index)) or VALIDATE not in index.stages:
+                known[int(index.metric_values[STEP])] = min((stage.fingerprint for stage in stages), default="")
         return known
 
     def validations(self) -> dict[str, int]:
@@ -216,19 +221,22 @@ class StepWriter:
         iteration = self._begun[step.number]
         if self.store.state.iteration > iteration:  # an earlier call has committed it after all
             return
-        self._write(iteration, _tables(step, iteration, self.source), step.digest, now())
-        metrics = self._committed_metrics(iteration) | step.metrics | {STEP: float(step.number)}
-        self.store.close(metrics)
+        own = {**step.metrics, STEP: float(step.number)}
+        self._write(iteration, _tables(step, iteration, self.source), step.digest, own)
+        self.store.close(self._committed_metrics(iteration) | own)
 
     def validate(self, validation: Validation) -> None:
         """Commits a validation to the open iteration. If that has one, closes it first. Raises as `commit`."""
         self._stopping.check()
         iteration = self.store.state.iteration
         if VALIDATE in self.store.state.stages:
-            self.store.close(self._committed_metrics(iteration) | {STEP: float(validation.number)})
+            number = validation.number
+            if number is None:
+                number = self._step_of(iteration - 1) if iteration else BEFORE
+            self.store.close(self._committed_metrics(iteration) | {STEP: float(number)})
             iteration += 1
         table = _validation_table(validation.rows, iteration, self.source)
-        self._write(iteration, {VALIDATE: table}, validation.digest, now())
+        self._write(iteration, {VALIDATE: table}, validation.digest)
 
     def _committed_metrics(self, iteration: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -236,11 +244,16 @@ class StepWriter:
             metrics |= manifest.metrics
         return metrics
 
-    def _write(self, iteration: int, tables: Mapping[str, pa.Table], digest: str, began: float) -> None:
-        store, commits = self.store, list[Commit]()
-        for stage, table in tables.items():
+    def _write(
+        self, iteration: int, tables: Mapping[str, pa.Table], digest: str, own: Mapping[str, float] | None = None
+    ) -> None:
+        """Commits stages in one record. The last one has the trainer's `own` metrics, which take precedence."""
+        store, commits, began = self.store, list[Commit](), now()
+        for number, (stage, table) in enumerate(tables.items(), 1):
             if stage in store.state.stages:  # by an earlier call
                 continue
+            metrics = _validated(table) if stage == VALIDATE else metrics_of(stage, table)
+            metrics |= own or {} if number == len(tables) else {}
             attempt = store.begin_attempt(iteration, stage)
             data = store.write_shard(iteration, stage, attempt, 0, table)
             ended = now()
@@ -253,7 +266,7 @@ class StepWriter:
                 config={},
                 columns=tuple(table.column_names),
                 shards=(data,),
-                metrics=_validated(table) if stage == VALIDATE else metrics_of(stage, table),
+                metrics=metrics,
                 began=began,
                 ended=ended,
             )
@@ -272,32 +285,47 @@ class StepWriter:
             iteration -= 1
         if iteration == store.state.iteration:
             return
-        url = run_url(self._config.run.store, self._config.run.name)
-        child = ObjectStore(_attempt_url(url, _newest_attempt(url) + 1))
-        name = child.url.rpartition("/")[2]
-        note(
-            f"{self.source} repeats step {number}, which {store.url.rpartition('/')[2]} has: {name} shares what came "
-            "before it, and gets the steps from there on"
-        )
-        self.close()
-        config = self._config.with_values({"run.name": name}).model_dump(mode="json")
-        fork(store, child, config, iteration, (), str(iteration))
+        if self._child is None:
+            _, free = _attempts(run_url(self._config.run.store, self._config.run.name))
+            self._child = ObjectStore(free)
+            _tell(
+                f"{self.source} repeats step {number}, which {store.url.rpartition('/')[2]} has: "
+                f"{free.rpartition('/')[2]} shares what came before it, and gets the steps from there on"
+            )
+        child = self._child
+        if RunLog(child).read().slot < 0:
+            config = self._config.with_values({"run.name": child.url.rpartition("/")[2]}).model_dump(mode="json")
+            fork(store, child, config, iteration, (), str(iteration))
         self._claim(RunStore(child))
+        self._child = None
 
     def _step_of(self, iteration: int) -> int:
         index = self.store.log.load_index(self.store.index_of(iteration))
         return int(index.metric_values[STEP])
 
 
-def _attempt_url(url: str, attempt: int) -> str:
-    return url if attempt == 1 else f"{url}-{attempt}"
+def _trained(state: RunState) -> list[StageCommit]:
+    """Returns the commits of an iteration's stages but for that of its validation."""
+    return [stage for name, stage in state.stages.items() if name != VALIDATE and isinstance(stage, StageCommit)]
 
 
-def _newest_attempt(url: str) -> int:
-    attempt = 1
-    while RunLog(ObjectStore(_attempt_url(url, attempt + 1))).read().slot >= 0:
-        attempt += 1
-    return attempt
+def _attempts(url: str) -> tuple[str, str]:
+    """Returns the newest attempt of a run, which is the run itself or a fork ``NAME-2``, and the URL of a further one.
+
+    A run that is named so, but is no fork of the run, is left alone.
+    """
+    names, newest, number = {url.rpartition("/")[2]}, url, 2
+    while (log := RunLog(ObjectStore(f"{url}-{number}"))).read().slot >= 0:
+        if parent_of(log) in names:
+            newest = log.objects.url
+            names.add(newest.rpartition("/")[2])
+        number += 1
+    return newest, f"{url}-{number}"
+
+
+def _tell(text: str) -> None:
+    """Tells the user of a trainer, whose process may show no notes of Ratchet's."""
+    print(f"ratchet: {text}", file=sys.stderr, flush=True)
 
 
 def _tables(step: Step, iteration: int, source: str) -> dict[str, pa.Table]:
@@ -308,8 +336,8 @@ def _tables(step: Step, iteration: int, source: str) -> dict[str, pa.Table]:
         if stage == GENERATE:
             table = generated(rows, iteration, source)
             ids = table["trajectory_id"].to_pylist()
-            lists = table["response_ids"].to_pylist() if "response_ids" in table.column_names else [None] * len(ids)
-            tokens = [None if drawn is None else len(drawn) for drawn in lists]
+            has_tokens = "response_ids" in table.column_names
+            tokens = pc.list_value_length(table["response_ids"]).to_pylist() if has_tokens else [None] * len(ids)
         else:
             table = aligned(stage, rows, ids, tokens)
         tables[stage] = table
@@ -457,7 +485,7 @@ class ObservedRun:
         """
         held = as_rows(rows)
         check_names(VALIDATE, held)
-        self._give(Validation(held, self._last or 0))
+        self._give(Validation(held, self._last))
 
     def attempt(self, work: Callable[[], object]) -> None:
         """Does something for the run in a trainer's hook. An error ends the run with a note, and not the trainer."""
@@ -467,7 +495,7 @@ class ObservedRun:
             work()
         except Exception as error:
             said = str(error) if isinstance(error, RatchetError) else f"{type(error).__name__}: {in_one_line(error)}"
-            note(f"{self._name} gets no further steps: {said}")
+            _tell(f"{self._name} gets no further steps: {said}")
             self.close(failure=said)
             self._refused = RatchetError(said)
 
@@ -492,7 +520,7 @@ class ObservedRun:
             return
         if self._waiting.qsize() >= QUEUE:
             if not self._left_out:
-                note(f"{self._name}: the store does not answer, and {QUEUE} steps wait: further ones are left out")
+                _tell(f"{self._name}: the store does not answer, and {QUEUE} steps wait: further ones are left out")
             self._left_out += 1
             return
         self._waiting.put_nowait(item)
@@ -509,26 +537,26 @@ class ObservedRun:
         except RatchetError as error:
             self._refused = error
             if self._opened.is_set():
-                note(f"{self._name} gets no further steps: {error}")
+                _tell(f"{self._name} gets no further steps: {error}")
         except Exception as error:
             self._refused = RatchetError(f"{type(error).__name__}: {in_one_line(error)}")
-            note(f"{self._name} gets no further steps: {self._refused}")
+            _tell(f"{self._name} gets no further steps: {self._refused}")
         finally:
             self._opened.set()
             if self._left_out:
-                note(f"{self._name}: {counted(self._left_out, 'step')} left out, because the store did not answer")
+                _tell(f"{self._name}: {counted(self._left_out, 'step')} left out, because the store did not answer")
             with suppress(Exception):
                 self._writer.close(self._failure)
 
     def _store(self, item: Step | Validation) -> None:
-        what = f"step {item.number}" if isinstance(item, Step) else f"the validation after step {item.number}"
+        what = f"step {item.number}" if isinstance(item, Step) else "a validation"
         try:
             if isinstance(item, Step):
                 self._patiently(lambda: self._writer.commit(item), f"waits to store {what}")
             else:
                 self._patiently(lambda: self._writer.validate(item), f"waits to store {what}")
         except UserError as error:
-            note(f"{self._name}: {what} is not stored: {error}")
+            _tell(f"{self._name}: {what} is not stored: {error}")
 
     def _patiently(self, work: Any, waits: str) -> None:
         """Does something again and again until the store answers, or the time after `close` is up."""
@@ -540,7 +568,7 @@ class ObservedRun:
                 if time.monotonic() + PAUSE_S > self._deadline:
                     raise
                 if not said:
-                    note(f"{self._name} {waits}: {error}")
+                    _tell(f"{self._name} {waits}: {error}")
                     said = True
                 time.sleep(PAUSE_S)
             else:

@@ -240,8 +240,9 @@ def conversations(tree: Mapping[str, Any], where: str, name: str) -> list[dict[s
 
     Returns:
         A row for each conversation of answers with tokens, with the keys of `ingest.TRAJECTORIES`, except those that
-        name the source. A conversation without tokens has those of its texts, and the messages before its last answer.
-        There are also the prompt's `ground_truth`, and `is_whole`, which is False if an error ended the trajectory.
+        name the source. A conversation without tokens has those of its texts, and the messages before its last answer;
+        its `text_calls` are what `calls` would be, and its `chat` are all of its messages. There are also the prompt's
+        `ground_truth`, and `is_whole`, which is False if an error ended the trajectory.
 
     Raises:
         UserError: it is not ATIF; the message has a line for each mistake.
@@ -293,6 +294,15 @@ def _text(value: Any) -> Any:
 def _reward(value: Any) -> Any:
     """Takes a number; another program may keep something else in `extra.reward`."""
     return float(value) if isinstance(value, bool | int | float) else None
+
+
+def _seconds(value: Any) -> Any:
+    """Takes a time of ISO 8601 as seconds since 1970; another program may write something else."""
+    try:
+        time = datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        return None
+    return (time if time.tzinfo is not None else time.replace(tzinfo=UTC)).timestamp()
 
 
 class _Part(BaseModel):
@@ -360,12 +370,18 @@ class _Step(_Part):
     metrics: _Metrics | None = None
     is_copied_context: bool | None = None
     llm_call_count: int | None = None
+    timestamp: Annotated[float | None, BeforeValidator(_seconds)] = None
+
+    @property
+    def is_answer(self) -> bool:
+        """True if the model wrote it in this trajectory."""
+        return self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
 
     @property
     def tokens(self) -> _Metrics | None:
         """The tokens of an answer that one call of the model drew; None: they are unknown, or of another trajectory."""
         metrics = self.metrics
-        if self.source != "agent" or self.is_copied_context or self.llm_call_count not in (None, 1) or metrics is None:
+        if not self.is_answer or self.llm_call_count not in (None, 1) or metrics is None:
             return None
         return metrics if metrics.prompt_token_ids and metrics.completion_token_ids else None
 
@@ -415,6 +431,20 @@ class _Trajectory(_Part):
             yield other
             yield from other.all_subagents()
 
+    @property
+    def text_calls(self) -> list[dict[str, Any]]:
+        """The answers in the form of the column `calls`, without tokens."""
+        calls, heard = list[dict[str, Any]](), Chat()
+        for step in self.steps:
+            if step.is_answer:
+                tools = () if calls else self.agent.tool_definitions or ()
+                calls.append(_call(heard, tools, step.own_message, range(0), step.timestamp))
+                heard = []
+            else:
+                heard.append(step.own_message)
+            heard += [result.message for result in step.observation.results] if step.observation is not None else ()
+        return calls
+
     def rows(self, name: str, reward: float | None) -> Iterator[dict[str, Any]]:
         """Yields the conversations, by the tokens of the answers, or else by their texts."""
         tools, facts = self.agent.tool_definitions or [], self.extra.ratchet
@@ -425,7 +455,7 @@ class _Trajectory(_Part):
                 if not drawn or not drawn[-1].goes_on(tokens):
                     drawn.append(_Drawn(tokens.prompt_token_ids or [], tools))
                     drawn[-1].heard = list(history)
-                drawn[-1].add(tokens, step.own_message)
+                drawn[-1].add(tokens, step.own_message, step.timestamp)
             elif drawn:
                 drawn[-1].heard.append(step.own_message)
             history.append(step.own_message)
@@ -450,7 +480,8 @@ class _Trajectory(_Part):
         if not drawn:
             answers = [place for place, message in enumerate(history) if message["role"] == "assistant"]
             last = answers[-1] if answers else len(history)
-            yield {"id": name, **shared, **_texts(history[:last], history[last : last + 1], tools)}
+            texts = _texts(history[:last], history[last : last + 1], tools)
+            yield {"id": name, **shared, **texts, "text_calls": self.text_calls, "chat": history}
 
 
 def _texts(asked: Chat, answers: Chat, tools: Sequence[object]) -> dict[str, Any]:
@@ -462,6 +493,14 @@ def _texts(asked: Chat, answers: Chat, tools: Sequence[object]) -> dict[str, Any
     prompt = messages if messages and all(map(_is_plain, asked)) else None
     is_text = prompt is not None and not tools and len(answers) == 1 and _is_plain(answers[0])
     return {"prompt": prompt, "response": answers[0]["content"] if is_text else None}
+
+
+def _call(
+    heard: Chat, tools: Sequence[object], answer: dict[str, Any], span: range, started: float | None
+) -> dict[str, Any]:
+    asked = {"messages": heard, **({"tools": tools} if tools else {})}
+    texts = {"asked": json.dumps(asked, ensure_ascii=False), "answer": json.dumps(answer, ensure_ascii=False)}
+    return {**texts, "start": span.start, "end": span.stop, "started": started, "seconds": None}
 
 
 def _is_plain(message: Mapping[str, Any]) -> bool:
@@ -489,19 +528,17 @@ class _Drawn:
         known = [*self.prompt_ids, *self.ids]
         return (tokens.prompt_token_ids or [])[: len(known)] == known
 
-    def add(self, tokens: _Metrics, message: dict[str, Any]) -> None:
+    def add(self, tokens: _Metrics, message: dict[str, Any], started: float | None) -> None:
         """Appends an answer and what was read before it."""
         self.hear((tokens.prompt_token_ids or [])[len(self.prompt_ids) + len(self.ids) :])
-        asked: dict[str, Any] = {"messages": self.heard}
+        tools = () if self.calls else self.tools
         if not self.calls:
             self.first = self.heard
-            asked |= {"tools": self.tools} if self.tools else {}
         drawn, start = tokens.completion_token_ids or [], len(self.ids)
         self.ids += drawn
         self.mask += [1] * len(drawn)
         self.log_probs = None if self.log_probs is None or tokens.logprobs is None else self.log_probs + tokens.logprobs
-        texts = {"asked": json.dumps(asked, ensure_ascii=False), "answer": json.dumps(message, ensure_ascii=False)}
-        self.calls.append({**texts, "start": start, "end": len(self.ids), "started": None, "seconds": None})
+        self.calls.append(_call(self.heard, tools, message, range(start, len(self.ids)), started))
         self.heard = []
 
     def hear(self, ids: Sequence[int]) -> None:

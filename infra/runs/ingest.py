@@ -247,13 +247,42 @@ def _reward_of_trial(trajectory: Path) -> float | None:
     path = trajectory.parent.parent / HARBOR
     if trajectory.parent.name != "agent" or not path.is_file():
         return None
+    return rewards_of_trial(read_trial(path), path).get("reward")
+
+
+def read_trial(path: Path) -> dict[str, Any]:
+    """Reads the `HARBOR` file of a trial. Raises UserError if it is no JSON object."""
     try:
-        rewards = (json.loads(path.read_bytes()).get("verifier_result") or {}).get("rewards") or {}
-        return None if rewards.get("reward") is None else float(rewards["reward"])
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{path}: verifier_result.rewards.reward is no number ({in_one_line(error)}): correct it, or move the file"
-        ) from None
+        trial = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: this is no JSON ({in_one_line(error)}): correct it, or move the file") from None
+    if not isinstance(trial, dict):
+        raise UserError(f"{path}: this is no JSON object: correct it, or move the file")
+    return trial
+
+
+def rewards_of_trial(trial: Mapping[str, Any], path: Path) -> dict[str, float]:
+    """Returns the rewards of a trial by name; empty if there are none, or an error made them void.
+
+    Raises:
+        UserError: they are no numbers.
+    """
+    verified = trial.get("verifier_result")
+    rewards = verified.get("rewards") if isinstance(verified, Mapping) else verified
+    if trial.get("reward_valid") is False or rewards is None:
+        return {}
+    if not isinstance(rewards, Mapping):
+        raise UserError(f"{path}: verifier_result.rewards is no JSON object: correct it, or move the file")
+    numbers: dict[str, float] = {}
+    for name, value in rewards.items():
+        try:
+            numbers |= {} if value is None else {str(name): float(value)}
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{path}: verifier_result.rewards.{name} is no number ({in_one_line(error)}): correct it, or move the "
+                "file"
+            ) from None
+    return numbers
 
 
 def _ratings(url: str) -> dict[str, float]:

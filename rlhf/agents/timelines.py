@@ -102,7 +102,8 @@ def timeline(rows: Sequence[Mapping[Any, Any]]) -> Timeline:
         agent.
     """
     ordered = sorted(rows, key=lambda row: str(row["trajectory_id"]))
-    starts = [float(call["started"]) for row in ordered for call in _list(row.get("calls"))]
+    calls = (call for row in ordered for call in _list(row.get("calls")))
+    starts = [start for call in calls if (start := _number(call["started"])) is not None]
     first = min(starts, default=0.0)
     conversations = tuple(Conversation(row["trajectory_id"], tuple(_turns(row, first))) for row in ordered)
     texts = [_text(row.get(name)) for name in ("rollout_error", "tool_error") for row in ordered]
@@ -167,9 +168,9 @@ def _of_agent(calls: Sequence[Mapping[str, Any]], first: float) -> Iterator[Turn
                 for made in answer.get("tool_calls") or ()
             ),
             answer=None,
-            tokens=int(call["end"] - call["start"]),
+            tokens=int(call["end"] - call["start"]) or None,
             reward=None,
-            start_s=float(call["started"]) - first,
+            start_s=None if (started := _number(call["started"])) is None else started - first,
             answered_s=_number(call["seconds"]),
             model_s=None,
             tool_s=None,

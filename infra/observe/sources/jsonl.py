@@ -6,6 +6,8 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from ratchet.rlhf.schema import TRAJECTORY
 
 ITERATION = "iteration"
 SPLIT = "split"
+VALIDATIONS = ("validation", "val", "eval", "test")
+"""Values of `SPLIT` that mark held-out prompts."""
 
 
 class JSONLines:
@@ -27,7 +31,7 @@ class JSONLines:
         Args:
             path: a file, or a folder of ``*.jsonl``.
             mapping: the field of each column, such as ``{"prompt": "input"}``; dots lead into objects. Columns are
-                those of docs/columns.md, `iteration`, and `split`, whose value ``validation`` marks held-out prompts.
+                those of docs/columns.md, `iteration`, and `split`, whose values `VALIDATIONS` mark held-out prompts.
                 Columns that it leaves out are the fields of the same name.
 
         Raises:
@@ -43,44 +47,48 @@ class JSONLines:
         if unknown := [name for name in mapping if name not in known]:
             raise UserError(f"--map {unknown[0]}=…: there is no such column; columns are {', '.join(sorted(known))}")
         self._mapping = dict(mapping)
+        self._direct = known - set(mapping) - {ITERATION, SPLIT}
+        self._taken = {field.partition(".")[0] for field in mapping.values()} | ({ITERATION, SPLIT} - set(mapping))
 
     def units(self) -> Iterator[Unit]:
-        """See `Source.units`. The last step of a file whose last line is cut is still being written."""
-        for file in self._files:
-            yield from self._units_of(file)
-
-    def _units_of(self, file: Path) -> Iterator[Unit]:
+        """See `Source.units`. Several files may have rows of a step. If the last line of a file is cut, its last step
+        is still being written, and so are later ones."""
         places: dict[tuple[int, bool], array[int]] = {}
         digests: dict[tuple[int, bool], Any] = {}
-        last: tuple[int, bool] | None = None
-        for number, position, line in complete_lines(file):
-            where = f"{file}, line {number}"
-            row = parsed(line, where)
-            last = key = (self._iteration(row, where), self._value(row, SPLIT) in ("validation", "val", "eval", "test"))
-            places.setdefault(key, array("q")).extend((number, position, len(line)))
-            digests.setdefault(key, hashlib.sha256()).update(line)
-        if is_cut(file) and last is not None:
-            del places[last]
-        for (iteration, is_validation), where_lines in places.items():
-            yield Unit(
-                number=iteration,
-                digest=digests[iteration, is_validation].hexdigest(),
-                where=str(file),
-                read=partial(self._read, file, where_lines),
-                is_validation=is_validation,
-            )
+        ends: list[tuple[int, bool]] = []
+        for place, file in enumerate(self._files):
+            last: tuple[int, bool] | None = None
+            for number, position, line in complete_lines(file):
+                where = f"{file}, line {number}"
+                row = parsed(line, where)
+                last = key = (self._iteration(row, where), self._value(row, SPLIT) in VALIDATIONS)
+                places.setdefault(key, array("q")).extend((place, number, position, len(line)))
+                digests.setdefault(key, hashlib.sha256()).update(line.rstrip(b"\n"))
+            if last is not None and is_cut(file):
+                ends.append(last)
+        for key, of_key in places.items():
+            if not ends or key < min(ends):
+                yield Unit(
+                    number=key[0],
+                    digest=digests[key].hexdigest(),
+                    where=str(self._files[of_key[0]]),
+                    read=partial(self._read, of_key),
+                    is_validation=key[1],
+                )
 
-    def _read(self, file: Path, places: array[int]) -> Content:
+    def _read(self, places: array[int]) -> Content:
         rows = []
-        with file.open("rb") as opened:
-            for number, position, size in zip(places[::3], places[1::3], places[2::3], strict=True):
-                opened.seek(position)
-                rows.append(parsed(opened.read(size), f"{file}, line {number}"))
+        for place, lines in groupby(zip(*(places[n::4] for n in range(4)), strict=True), key=itemgetter(0)):
+            file = self._files[place]
+            with file.open("rb") as opened:
+                for _, number, position, size in lines:
+                    opened.seek(position)
+                    rows.append(parsed(opened.read(size), f"{file}, line {number}"))
         return content_of([self._columns(row) for row in rows], [self._rest(row) for row in rows])
 
     def _iteration(self, row: Mapping[str, Any], where: str) -> int:
         value = self._value(row, ITERATION)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
             field = self._mapping.get(ITERATION, ITERATION)
             raise UserError(
                 f"{where}: the field {field!r} is no number of a step: name the field that is (--map iteration=FIELD); "
@@ -89,17 +97,20 @@ class JSONLines:
         return int(value)
 
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        names = (column.name for column in TRAJECTORY.columns)
-        return {name: value for name in names if (value := self._value(row, name)) is not None}
+        columns = {name: value for name, value in row.items() if name in self._direct}
+        columns |= {name: self._value(row, name) for name in self._mapping if name in TRAJECTORY}
+        return {name: value for name, value in columns.items() if value is not None}
 
     def _rest(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields that no column takes."""
-        taken = {field.partition(".")[0] for field in self._mapping.values()}
-        taken |= {name for name in row if name in TRAJECTORY or name in (ITERATION, SPLIT)} - set(self._mapping)
-        return {f"source_{name}": value for name, value in row.items() if name not in taken}
+        return {
+            f"source_{name}": value
+            for name, value in row.items()
+            if name not in self._direct and name not in self._taken
+        }
 
     def _value(self, row: Mapping[str, Any], column: str) -> Any:
         value: Any = row
         for part in self._mapping.get(column, column).split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+            value = value.get(part) if isinstance(value, dict) else None
         return value

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from ratchet.rlhf.errors import UserError, in_one_line
 
@@ -42,12 +44,19 @@ def is_cut(path: Path) -> bool:
 def parsed(line: bytes, where: str) -> dict[str, Any]:
     """Parses a line. Raises UserError if it is no JSON object."""
     try:
-        value = json.loads(line)
+        value = _value(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: this is no JSON ({in_one_line(error)})") from None
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         raise UserError(f"{where}: this is no JSON object")
-    return dict(value)
+    return value
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return from_json(line)  # in a quarter of the time of `json`
+    except ValueError:  # it may begin with a byte order mark, or hold half of a surrogate pair
+        return json.loads(line)
 
 
 def parsed_file(path: Path) -> dict[str, Any]:
@@ -73,7 +82,7 @@ class Digests:
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
+        _value(line)
     except (ValueError, RecursionError):
         return False
     return True

@@ -80,7 +80,8 @@ def content_of(
     """
     stages: dict[str, list[dict[str, Any]]] = {GENERATE: []}
     names = dict.fromkeys(name for row in columns for name in row if name != "trajectory_id")
-    for stage in dict.fromkeys(TRAJECTORY[name].stage for name in names):
+    found = {TRAJECTORY[name].stage for name in names}
+    for stage in filter(found.__contains__, TRAJECTORY.stages):
         own = [name for name in names if TRAJECTORY[name].stage == stage]
         stages[stage] = [{name: row[name] for name in own if name in row} for row in columns]
     if any(rest):
