@@ -151,7 +151,7 @@ def _outcome(trace: Mapping[str, Any], episode: Mapping[str, Any]) -> dict[str, 
     """Returns how a trace ended, and its rewards."""
     errors = [*(trace.get("errors") or ()), *(episode.get("errors") or ())]
     failed = f"{errors[-1]['type']}: {errors[-1]['message']}" if errors and not trace.get("ok") else None
-    calls, stopped = trace.get("calls") or (), trace.get("stop_condition")
+    calls, stopped = trace.get("calls") or [], trace.get("stop_condition")
     is_cut = bool(calls) and calls[-1].get("finish_reason") == "length"
     reason = "length" if is_cut else REASONS.get(stopped, "stop") if stopped else None
     rewards = {name: reward for name, reward in (trace.get("rewards") or {}).items() if reward is not None}
