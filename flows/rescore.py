@@ -41,15 +41,19 @@ def rescoring_config(
         overrides: Changes, as on the command line.
 
     Raises:
-        UserError: `source` has not closed an iteration, or there is no consent to its code.
+        UserError: `source` has not closed an iteration, or there is no consent to its code; or another trainer
+            computes it, and `learn` is true or `reward` is missing.
     """
     parent = open_run(source)
     if parent.state.iteration == 0:
         raise UserError(f"{source} has not closed an iteration yet: there is nothing to score again")
+    if learn:
+        parent.config.require_own("cannot train on it", "leave --train out to only score its answers")
     changes = {
         "run.name": run,
         "run.store": source.rpartition("/")[0],
         "data.generations": source,
+        "observed": None,
         **(
             {}
             if reward is None

@@ -5,9 +5,11 @@ A binary search scores as few iterations as it needs again. It generates, claims
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -158,9 +160,13 @@ def _examples(run: Run, iteration: int, scored: pd.DataFrame, threshold: float) 
     rows = run.trajectories(iteration).merge(chosen, on="trajectory_id")
     if "advantages" not in rows:
         return rows.assign(advantage=np.nan)
-    masks, advantages = rows["loss_mask"], rows["advantages"]
-    means = [
-        float(np.mean(values[mask > 0])) if (mask > 0).any() else 0.0
-        for values, mask in zip(advantages, masks, strict=True)
-    ]
+    means = [_mean_in_loss(values, mask) for values, mask in zip(rows["advantages"], rows["loss_mask"], strict=True)]
     return rows.assign(advantage=means).sort_values("advantage", ascending=False, kind="stable", ignore_index=True)
+
+
+def _mean_in_loss(advantages: np.ndarray[Any, Any] | None, mask: np.ndarray[Any, Any] | None) -> float:
+    """Returns the mean advantage of a trajectory; without a mask, of all its tokens; NaN if it has none."""
+    if advantages is None or not len(advantages):
+        return math.nan
+    in_loss = advantages if mask is None else advantages[mask > 0]
+    return float(np.mean(in_loss)) if len(in_loss) else 0.0

@@ -95,7 +95,8 @@ function isInRing(name, parents) {
 
 function state(view) {
   if (view.state === "fit") return `a fit, ${view.closed} rounds`;
-  return `${view.closed} of ${view.iterations} iterations closed${view.state === "finished" ? "" : `, ${view.state}`}`;
+  const total = view.iterations === null ? "" : ` of ${view.iterations}`;
+  return `${view.closed}${total} iterations closed${view.state === "finished" ? "" : `, ${view.state}`}`;
 }
 
 /** Whether a run has an iteration that is still to be closed. */
@@ -126,7 +127,7 @@ const STEPS = 5;
 /** Seconds until a running run has all iterations, at the pace of the last ones; null if unknown. */
 function remaining(view) {
   const steps = known(view, "perf/time_per_step").slice(-STEPS);
-  if (view.state !== "running" || !steps.length) return null;
+  if (view.state !== "running" || !steps.length || view.iterations === null) return null;
   return (view.iterations - view.closed) * steps.reduce((sum, value) => sum + value, 0) / steps.length;
 }
 
@@ -138,16 +139,16 @@ export function now(views, summaries, answers) {
   at("now").replaceChildren(...views.map((view, index) => {
     const summary = summaries.find(({name}) => name === view.name);
     const left = remaining(view);
-    const line = [state(view), left === null ? "" : `about ${duration(left)} left`, computing(view)].filter(Boolean).join(", ");
+    const line = [state(view), view.trainer === null ? "" : `computed by ${view.trainer}`, left === null ? "" : `about ${duration(left)} left`, computing(view)].filter(Boolean).join(", ");
     const facts = [
       ["throughput", known(view, "perf/response_tokens_per_s").at(-1) ?? null, value => `${number(value, 3)} response tokens/s`],
       ["last iteration", known(view, "perf/time_per_step").at(-1) ?? null, duration],
-      ["snapshots after", view.snapshots.slice(-6).join(", ") || "none", value => value],
+      ["snapshots after", view.trainer === null ? view.snapshots.slice(-6).join(", ") || "none" : null, value => value],
       ["folder", view.url, value => value],
     ].filter(([, value]) => value !== null);
     const stages = isOpen(view)
       ? [make("p", {className: "dim"}, `iteration ${view.closed}`), make("ol", {className: "stages"}, ...view.stages.map(stage))] : [];
-    const isToResume = source.live && ["failed", "stopped", "not started"].includes(view.state);
+    const isToResume = source.live && view.trainer === null && ["failed", "stopped", "not started"].includes(view.state);
     const parent = view.parent ? [make("p", {className: "dim"}, `forked from ${view.parent}`)] : [];
     const problem = summary?.problem ? [make("p", {className: "problem"}, summary.problem)] : [];
     const alerts = [...new Map(view.alerts.map(alert => [alert.text, alert])).values()].map(({first, last, text}) => {
