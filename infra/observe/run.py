@@ -31,11 +31,9 @@ from ratchet.rlhf.config import RunConfig, parse_config, stored_config
 from ratchet.rlhf.config.published import LEFT_OUT, SECRET
 from ratchet.rlhf.config.sections import UNKNOWN_MODEL
 from ratchet.rlhf.errors import RatchetError, UserError, counted, in_one_line
-from ratchet.rlhf.metrics import validation_metrics
+from ratchet.rlhf.metrics import STEP, validation_metrics
 from ratchet.rlhf.validation import means, sums
 
-STEP = "training/global_step"
-"""The metric with the trainer's own number of a step; iterations are counted from 0, without gaps."""
 OPEN_S = 10.0
 """Seconds that a trainer waits for mistakes in the settings of its run, such as a store that refuses to be written."""
 QUEUE = 64

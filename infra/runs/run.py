@@ -171,6 +171,20 @@ class Run:
             raise UserError(f"{self.store.url} is a fit, not a run of iterations: `ratchet status` shows its metrics")
         return stored_config(self.state.claim.config, f"{self.store.url}, newest claim")
 
+    @property
+    def trainer(self) -> str | None:
+        """The other trainer that made the trajectories: it computes the run, or the run scores its answers again. None:
+        Ratchet, or unknown, because the run that is scored again was deleted."""
+        config = self.config
+        if config.observed is not None:
+            return config.observed.trainer
+        if config.data.generations is None:
+            return None
+        try:
+            return open_run(config.data.generations).trainer
+        except RatchetError:
+            return None
+
     def trajectories(
         self,
         iterations: int | Iterable[int] | None = None,

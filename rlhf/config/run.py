@@ -17,8 +17,8 @@ from ratchet.rlhf.config.reading import overridden, read_yaml, set_value, valida
 from ratchet.rlhf.config.roles import ROLES, PlacedRole
 from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section
 from ratchet.rlhf.config.sections import (
-    ActorConfig,
     UNKNOWN_MODEL,
+    ActorConfig,
     AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
