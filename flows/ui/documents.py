@@ -23,7 +23,7 @@ from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.timelines import Timeline, timeline
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.metrics import BY_NAME, VALIDATION, stderr_of
+from ratchet.rlhf.metrics import BY_NAME, STEP, VALIDATION, stderr_of
 from ratchet.rlhf.models.tokenizers import reading_tokenizer
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _titles(columns: Iterable[str], is_fit: bool) -> dict[str, str]:
     curves = [name for name in CURVES if name in present]
     times = {name: "" for name in present if name.startswith("timing_s/") and name not in (*CURVES, *WHOLE_SECONDS)}
     first, others = ({name: CURVES[name] for name in names} for names in (curves[:1], curves[1:]))
-    known = {*held_out, *times, *BY_NAME}
+    known = {*held_out, *times, *BY_NAME, STEP}
     return first | validations | others | {name: name for name in present if name not in known} | times
 
 

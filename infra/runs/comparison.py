@@ -465,15 +465,25 @@ def _paired(a: pd.DataFrame, b: pd.DataFrame, *, same_text: bool) -> pd.DataFram
 
 
 def _paired_by_text(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """Pairs the answers of both runs to prompts of the same text, in their order, as `_paired` does by number."""
+    """Pairs the answers of both runs to prompts of the same text, in their order, as `_paired` does by number.
+
+    A prompt is what its messages say. If none is the same, it is the text with the chat template, since some trainers
+    store only that.
+    """
     if a.empty or b.empty:
         return a.iloc[:0]
-    asked = []
-    for frame in (a, b):
-        texts = [_question(*row) for row in zip(frame["messages"], frame["prompt"], strict=True)]
-        numbered = frame.assign(question=texts)
-        asked.append(numbered.assign(number=numbered.groupby("question").cumcount()))
-    pairs = asked[0].merge(asked[1], on=["question", "number"], suffixes=("_a", "_b"))
+    questions = [
+        frame.assign(question=[_question(*row) for row in zip(frame["messages"], frame["prompt"], strict=True)])
+        for frame in (a, b)
+    ]
+    pairs = _merged(*questions)
+    return _merged(a.assign(question=a["prompt"]), b.assign(question=b["prompt"])) if pairs.empty else pairs
+
+
+def _merged(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
+    """Pairs the answers to each `question`, in their order."""
+    a, b = (frame.assign(number=frame.groupby("question").cumcount()) for frame in (a, b))
+    pairs = a.merge(b, on=["question", "number"], suffixes=("_a", "_b"))
     pairs = pairs.assign(prompt_id=pairs.groupby("question")["prompt_id_a"].transform("first"))
     truths = [pairs[f"ground_truth_{side}"] for side in "ab"]
     same = (truths[0] == truths[1]) | truths[0].isna() | truths[1].isna()
@@ -483,7 +493,7 @@ def _paired_by_text(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
 def _question(messages: str | None, prompt: str | None) -> str:
     """Returns what a prompt asks, without the system's message and the chat template."""
     said = [message for message in json.loads(messages or "[]") if message["role"] != "system"]
-    return json.dumps([message.get("content") for message in said]) if said else prompt or ""
+    return "\n".join(str(message.get("content")) for message in said) if said else prompt or ""
 
 
 def _scores(pairs: pd.DataFrame) -> PairedScores:

@@ -13,7 +13,7 @@ from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.engine_args import VLLM_ROUNDS
 from ratchet.rlhf.config.engines import ENGINES, RolloutEngineConfig
 from ratchet.rlhf.config.incompatibilities import incompatible
-from ratchet.rlhf.config.reading import overridden, read_yaml, set_value, validated, write_out
+from ratchet.rlhf.config.reading import INTERNAL, overridden, read_yaml, set_value, validated, write_out
 from ratchet.rlhf.config.roles import ROLES, PlacedRole
 from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section
 from ratchet.rlhf.config.sections import (
@@ -91,7 +91,9 @@ class RunConfig(Section):
     )
     train: TrainConfig = Field(TrainConfig(), description="length of the run, and handling of NaN")
     observed: ObservedConfig | None = Field(
-        None, description="set by `ratchet import` and `ratchet.observe` alone: another trainer computes the run"
+        None,
+        description="set by `ratchet import` and `ratchet.observe` alone: another trainer computes the run",
+        json_schema_extra=INTERNAL,
     )
 
     @model_validator(mode="before")

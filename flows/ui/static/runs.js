@@ -165,14 +165,16 @@ export function now(views, summaries, answers) {
   if (focused) [...at("now").querySelectorAll("details")].find(details => details.dataset.of === focused)?.querySelector("summary").focus({preventScroll: true});
 }
 
-/** The keys in which the configs of several runs differ, or the main keys of one. */
+/** The keys in which the configs of several runs differ, of those of several trainers the main ones, or the main keys of one. */
 export function config(views) {
-  const differing = [...new Set(views.flatMap(view => Object.keys(view.config)))].filter(key =>
+  const isOneProgram = new Set(views.map(view => view.trainer)).size === 1;
+  const told = views.flatMap(view => isOneProgram ? Object.keys(view.config) : view.main_keys);
+  const differing = [...new Set(told)].filter(key =>
     key !== "run.name" && new Set(views.map(view => view.config[key] ?? "–")).size > 1);
   const keys = views.length === 1 ? views[0].main_keys : differing;
   at("config-title").textContent = views.length > 1 ? "Config keys in which the runs differ" : "Config";
   const row = (tag, cells) => make("tr", {}, ...cells.map(cell => make(tag, {}, cell)));
   const rows = keys.map(key => row("td", [key, ...views.map(view => view.config[key] ?? "–")]));
   at("config").replaceChildren(row("th", ["key", ...views.map(view => view.name)]),
-    ...(rows.length || !views.length ? rows : [row("td", ["the configs are the same"])]));
+    ...(rows.length || !views.length ? rows : [row("td", [views.length > 1 ? "the configs are the same" : "the config is unknown"])]));
 }
