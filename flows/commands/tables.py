@@ -370,7 +370,9 @@ def _questions(trajectories: pd.DataFrame, column: str) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     for prompt, messages in zip(trajectories["prompt"], trajectories["messages"], strict=True):
-        said = [message["content"] for message in json.loads(messages or "[]") if message["role"] == "user"]
+        if not isinstance(messages, str):
+            continue
+        said = [message["content"] for message in json.loads(messages) if message["role"] == "user"]
         if said and isinstance(said[0], str):
             found[prompt] = said[0]
     return found

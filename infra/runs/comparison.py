@@ -490,10 +490,11 @@ def _merged(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
     return pairs[same]
 
 
-def _question(messages: str | None, prompt: str | None) -> str:
+def _question(messages: object, prompt: object) -> str:
     """Returns what a prompt asks, without the system's message and the chat template."""
-    said = [message for message in json.loads(messages or "[]") if message["role"] != "system"]
-    return "\n".join(str(message.get("content")) for message in said) if said else prompt or ""
+    heard = json.loads(messages) if isinstance(messages, str) else []
+    said = [str(message.get("content")) for message in heard if message["role"] != "system"]
+    return "\n".join(said) if said else str(prompt)
 
 
 def _scores(pairs: pd.DataFrame) -> PairedScores:

@@ -147,6 +147,7 @@ def _scored_again(driver: Driver, run: Run, iteration: int) -> pd.DataFrame:
         frames.append(output.batch.table.select(["trajectory_id", "score", "reward_error"]).to_pandas())
     strict = pd.concat(frames, ignore_index=True).rename(columns={"score": "strict", "reward_error": "strict_error"})
     both = own_answers(run.trajectories(iteration, COLUMNS)).merge(strict, on="trajectory_id")
+    both = both.astype({"score": float, "strict": float})  # means of float32 are rounded
     if "environment_reward" in both:  # what an environment or an agent's program gave is in both scores
         both["strict"] -= both["environment_reward"].astype(float).fillna(0.0)
     whole = both["reward_error"].isna() & both["strict_error"].isna() & both["rollout_error"].isna()

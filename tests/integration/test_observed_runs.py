@@ -135,7 +135,7 @@ def test_reading(ratchet: Callable[..., str], store: str, tmp_path: Path, name: 
     assert "intact" in ratchet("verify", name)
     assert "0 files deleted" in ratchet("vacuum", name)
     assert f"│ {PROMPTS * ANSWERS}" in ratchet("query", name, "select count(*) from trajectories group by iteration")
-    ratchet("dataset", name, "--kind", "kto", "-o", tmp_path / "rows.parquet")
+    ratchet("dataset", name, "--kind", "kto", "--no-decontaminate", "-o", tmp_path / "rows.parquet")
     assert len(pq.read_table(tmp_path / "rows.parquet")) > PROMPTS
     ratchet("report", name, "-o", tmp_path / "report.html")
     ratchet("export", name, tmp_path / "atif", "--trajectories")
@@ -169,7 +169,8 @@ def test_the_page(store: str, name: str) -> None:
         assert view["config"] == ({} if name == "lines" else {"lr": "1e-06", "optimizer.name": "adam"})
         assert view["main_keys"] == list(view["config"])
         shown = [stage["label"] for stage in view["stages"]]
-        assert shown == (["gen", "score", "old", "adv", "kindness"] if name == "tokens" else ["gen", "score"])
+        more = {"tokens": ["old", "adv", "kindness"], "lines": ["source"]}
+        assert shown == ["gen", "score", *more.get(name, [])]
         for order in ("best", "longest", "shortest"):
             listed = client.get("/api/trajectories", params={"run": name, "iteration": 1, "order": order}).json()
             assert {line["length"] for line in listed["lines"]} == ({10} if name == "tokens" else {None})
