@@ -112,6 +112,7 @@ def begin(round_: Relabel) -> Pairs:
     if RunLog(objects).read().slot >= 0:
         raise UserError(f"there is a run {round_.name}: choose another name (--run)")
     parent = open_run(round_.parent)
+    parent.config.require_own("cannot train it with another reward model")
     consent.require(parent.config)
     stored = objects.get_if_there(SPEC)
     if stored is None:

@@ -107,7 +107,8 @@ def _trajectories(run: Run, tokens: int, damaged: OnDamage) -> list[TrajectoryDo
     if "score" not in frame or frame.empty:
         return []
     sample = _sample(frame, tokens)
-    decode, scales = decoder(run), scales_of(sample)
+    decode = decoder(run) if sample["response_ids"].notna().any() else None
+    scales = scales_of(sample)
     branches = frame["trajectory_id"].map(trajectory_of)
     return [
         trajectory(row, decode, scales, frame[branches == trajectory_of(row["trajectory_id"])].to_dict("records"))
@@ -117,7 +118,7 @@ def _trajectories(run: Run, tokens: int, damaged: OnDamage) -> list[TrajectoryDo
 
 def _sample(frame: pd.DataFrame, tokens: int) -> pd.DataFrame:
     """Samples the same number of rows per iteration: the best, the worst, and others evenly spread by score."""
-    longest = int(frame["response_ids"].map(len).max())
+    longest = int(frame["response_ids"].fillna(frame["response"]).map(len).max())  # characters without tokens
     rows_per_iteration = min(SAMPLED_TRAJECTORIES, tokens // max(longest, 1)) // frame["iteration"].nunique()
     ordered = frame.sort_values(["iteration", "score", "trajectory_id"], ascending=[False, False, True])
     kept: list[int] = []

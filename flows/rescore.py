@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from prefect import flow
 
@@ -29,7 +29,7 @@ def rescore(config: RunConfig, take_over: bool = False, overrides: Sequence[Over
 
 
 def rescoring_config(
-    source: str, run: str, reward: str | None, learn: bool, overrides: Iterable[str] = ()
+    source: str, run: str, reward: str | None, learn: bool, overrides: Sequence[str] = ()
 ) -> RunConfig:
     """Returns the config of a run that scores the generations of another run.
 
@@ -41,15 +41,21 @@ def rescoring_config(
         overrides: Changes, as on the command line.
 
     Raises:
-        UserError: `source` has not closed an iteration, or there is no consent to its code.
+        UserError: `source` has not closed an iteration, or there is no consent to its code; or another trainer
+            computes it, and `learn` is true or `reward` is missing.
     """
     parent = open_run(source)
     if parent.state.iteration == 0:
         raise UserError(f"{source} has not closed an iteration yet: there is nothing to score again")
+    if reward is None and not any(change.startswith("reward.") for change in overrides):
+        parent.config.require_own("does not know its reward", "name one with --reward, or reward.model=PATH")
+    if learn:
+        parent.config.require_own("cannot train on it", "leave --train out to only score its answers")
     changes = {
         "run.name": run,
         "run.store": source.rpartition("/")[0],
         "data.generations": source,
+        "observed": None,
         **(
             {}
             if reward is None

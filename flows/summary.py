@@ -37,6 +37,8 @@ def summary(config: RunConfig, state: RunState) -> list[str]:
         parameters = parameter_count(model_folder(model))
         parts = ", ".join(f"{what} {_bytes(size)}" for what, size in _memory(config, role, parameters).items())
         lines.append(f"  {role:<10}{_model(config, role, model, parameters)} {_place(config, role)}; {parts}")
+    if config.only_scores:
+        return [*lines, f"  scores    the answers of {config.data.generations}"]
     return [
         *lines,
         f"  rollout   {config.rollout.engine.type} {_place(config, 'rollout')}",

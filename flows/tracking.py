@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ratchet.flows.terminal import visible
 from ratchet.infra.progress import note
 from ratchet.rlhf.config import RunConfig, Tracker
+from ratchet.rlhf.metrics import STEP
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,8 +29,6 @@ FOLDER = Path("tracking")
 """The folder of trackers that write files, with a folder for each run."""
 SAMPLES = "samples"
 """Name of the table of trajectories in Weights & Biases."""
-STEP = "training/global_step"
-"""The number of iterations, by verl's name: the axis of every chart."""
 
 
 @contextmanager

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+STEP = "training/global_step"
+"""The number of iterations, or another trainer's own number of its step, by verl's name. Runs of Ratchet's own have it
+only in trackers."""
 CLOSE = "close"
 """The stage of metrics that are measured when the iteration closes."""
 

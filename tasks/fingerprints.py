@@ -55,6 +55,8 @@ def _digests_of_weights(driver: Driver, stage: Stage, iteration: int) -> str | l
 
 def changes_since(driver: Driver, stage: Stage, manifest: Manifest) -> list[str]:
     """Describes the changes of code, data and config since a stage was committed."""
+    if stage.name == "generate" and driver.config.only_scores:  # another run's, whatever this config says
+        return []
     then = manifest.fingerprint.parts
     changes: list[str] = stage.config.differences(manifest.config, driver.config)
     return changes + _outside_changes(driver, stage, then, changes) + _of_version(then["version"], stage)

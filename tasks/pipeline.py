@@ -100,13 +100,16 @@ def names_of(config: RunConfig) -> tuple[str, ...]:
     return tuple(stage.name for stage in stages_of(config))
 
 
-def shown_stages(config: RunConfig, recorded: Iterable[str]) -> dict[str, str]:
+def shown_stages(config: RunConfig, recorded: Iterable[str], committed: Iterable[str]) -> dict[str, str]:
     """Returns the short names of a stored run's stages, by name, in order. Imports no code of the user's.
 
     Args:
         recorded: the names of all stages in the run's newest claim; empty: there are none of the user's.
+        committed: the names of the stages that are committed: all that is known of another trainer's run.
     """
     built_in = {stage.name: stage for stage in STAGES}
+    if config.observed is not None:
+        return in_order({name: built_in[name].label if name in built_in else name for name in committed})
     return {
         name: built_in[name].label if name in built_in else name
         for name in (tuple(recorded) or built_in)

@@ -22,6 +22,7 @@ ROWS = 10
 PART = 150
 """Characters shown of each end of a long prompt or response."""
 PLACES: dict[Kind, str] = {"validation": "the validation before iteration", "train": "the training of iteration"}
+SAME_ANSWERS = "both score the same answers: the difference is one of the rewards, not of the policies"
 EACH: dict[Kind, str] = {"validation": "validations", "train": "iterations of training"}
 
 
@@ -57,9 +58,11 @@ def _what_they_share(comparison: Comparison) -> str:
     a, b = (url.rpartition("/")[2] for url in (comparison.a, comparison.b))
     at = comparison.fork
     shared = "they share no history" if at is None else f"they share everything up to {at}"
-    seed = "and have the same seed" if comparison.same_seed else "and have other seeds"
-    differ = "; ".join(comparison.config) or "in nothing"
-    return f"A is {a}, B is {b}; {shared} {seed}\ntheir configs differ: {differ}"
+    seeds = {True: "and have the same seed", False: "and have other seeds", None: "and their seeds are not known"}
+    lines = [f"A is {a}, B is {b}; {shared} {seeds[comparison.same_seed]}"]
+    if comparison.config or not comparison.unknown:
+        lines.append(f"their configs differ: {'; '.join(comparison.config) or 'in nothing'}")
+    return "\n".join([*lines, *comparison.unknown])
 
 
 def _table(console: Console, kind: Kind, every_difference: Sequence[Difference], beside: dict[int, Beside]) -> None:
@@ -103,6 +106,9 @@ def _both(values: tuple[float | None, float | None], number: str) -> str:
 
 def _flipped(console: Console, comparison: Comparison, limit: int) -> None:
     where = f"{PLACES[comparison.kind]} {comparison.iteration}"
+    if comparison.flips is None and comparison.unknown:
+        console.print("flips are not shown: the reward is unknown, and so when a prompt is solved", highlight=False)
+        return
     if comparison.flips is None:
         console.print(
             "flips are not shown: set validation.solved_score, since this reward does not say when a prompt is solved",
@@ -144,12 +150,14 @@ def _left_out(comparison: Comparison) -> list[str]:
         for kind, number in comparison.unpaired.items()
         if number
     ]
-    if not comparison.same_seed:
+    if comparison.same_seed is False:
         lines.append("training scores are not compared: with another seed each run draws other prompts")
     if comparison.kind == "train":
         lines.append("the verdict is about training scores, since the runs have no validation in common")
     if comparison.unpaired[comparison.kind] > comparison.answers:
         lines.append("most answers are left out: the verdict is about the few that pair")
+    if comparison.rewards is None and comparison.same_answers:
+        lines.append(SAME_ANSWERS)
     if comparison.rewards is not None:
         lines += map(visible, _rewards(comparison, comparison.rewards))
     return lines
@@ -166,10 +174,10 @@ def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
         details = f" ({', '.join(parts)})" if parts else ""
         lines.append(f"{side} is scored by {rewards.names[place]}{details}")
     if comparison.same_answers:
-        return [*lines, "both score the same answers: the difference is one of the rewards, not of the policies"]
+        return [*lines, SAME_ANSWERS]
     with_bs = shlex.join(f"{key}={b}" for key, (_, b) in rewards.changed.items())
     again = [f"{name}-rescored" for name in names]
-    if not comparison.same_seed:  # their training scores do not pair, and rescored runs have no validations
+    if comparison.same_seed is False:  # their training scores do not pair, and rescored runs have no validations
         a, b = (f"ratchet evaluate {name}" for name in names)
         if rewards.changed:
             then = f"score answers of A with the reward of B: `{a} {with_bs}`, and compare with the validations of B"

@@ -128,6 +128,7 @@ def sweep(
     from ratchet.flows import sweep as arms_of
 
     parent = open_run(url_of(name, store))
+    parent.config.require_own("cannot sweep it")
     tried = arms_of.Sweep(
         parent=parent.store.url,
         name=run or f"{parent.store.url.rpartition('/')[2]}-sweep",

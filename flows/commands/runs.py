@@ -183,6 +183,8 @@ def vacuum(
             console.print(visible(key), highlight=False)
         console.print(f"{counted(len(others), 'file')} that Ratchet did not write and never deletes")
         return
+    if take_over and not run.is_fit:
+        run.config.require_own("does not take it over", "end that trainer's own process first")
     doomed = broom.unreached(run.store) if dry_run else broom.vacuum(run.store, take_over)
     for key in doomed:
         console.print(visible(key), highlight=False)

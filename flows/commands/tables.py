@@ -77,17 +77,17 @@ def _status(console: Console, run: Run, last: int) -> None:
     from ratchet.tasks.pipeline import shown_stages  # imports torch
 
     state, config = run.state, run.config
-    first = max(0, state.iteration - last)
+    shown_iterations = range(max(0, state.iteration - last), max([state.iteration, *state.ahead]) + 1)
+    by_iteration = {iteration: run.progress(iteration) for iteration in shown_iterations}
     assert state.claim is not None, "run.config is the claim's"
-    stages = shown_stages(config, state.claim.versions)
+    stages = shown_stages(config, state.claim.versions, (name for done in by_iteration.values() for name in done))
     title = f"{config.run.name}: {reached(state.iteration, config.known_iterations)}"
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("it", justify="right")
     for label in stages.values():
         table.add_column(label, justify="center", overflow="fold")
     unknown = False
-    for iteration in range(first, max([state.iteration, *state.ahead]) + 1):
-        progress = run.progress(iteration)
+    for iteration, progress in by_iteration.items():
         unknown |= any(text.endswith("/?") for text in progress.values())
         missing = "·" if iteration >= state.iteration else ""
         if progress or not missing:
@@ -107,9 +107,12 @@ def _status(console: Console, run: Run, last: int) -> None:
     if shown:
         console.print(numbers)
     _failures(console, run, metrics)
+    if config.observed is not None:
+        console.print(f"computed by {visible(config.observed.trainer)}, {state.slot + 1} log records", highlight=False)
+        return
     snapshots = ", ".join(map(str, sorted(state.snapshots))) or "none"
     console.print(f"term {state.term}, {state.slot + 1} log records, snapshots after iterations: {snapshots}")
-    if config.observed is None and state.iteration < config.iterations and config.ends_early(run.deciding_scores()):
+    if state.iteration < config.iterations and config.ends_early(run.deciding_scores()):
         console.print(f"ended early: the last {config.validation.patience} validations were no better")
 
 
@@ -267,10 +270,9 @@ def show_timeline(console: Console, run: Run, row_id: str, iteration: int | None
     if row_id != key:
         told = replace(told, conversations=tuple(part for part in told.conversations if part.id == row_id))
     if not any(part.turns for part in told.conversations) and not told.errors:
-        raise UserError(
-            f"--agent {row_id}: it has no turns: the run has neither rollout.environment nor rollout.agent; "
-            "`ratchet show` without --agent prints its response"
-        )
+        is_own = run.config.observed is None
+        why = ": the run has neither rollout.environment nor rollout.agent" if is_own else ""
+        raise UserError(f"--agent {row_id}: it has no turns{why}; `ratchet show` without --agent prints its response")
     if format == "json":
         print(RootModel(told).model_dump_json())
         return
@@ -368,6 +370,8 @@ def _questions(trajectories: pd.DataFrame, column: str) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     for prompt, messages in zip(trajectories["prompt"], trajectories["messages"], strict=True):
+        if not isinstance(messages, str):
+            continue
         said = [message["content"] for message in json.loads(messages) if message["role"] == "user"]
         if said and isinstance(said[0], str):
             found[prompt] = said[0]
@@ -502,12 +506,16 @@ def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack |
     )
     from ratchet.flows.ui.documents import decoder
 
-    decode = decoder(run)
+    decode = decoder(run) if "advantages" in found.examples else None
     for row in found.examples.head(limit).to_dict("records"):
         said = f"{row['trajectory_id']}: score {row['score']:.3f}, stricter {row['strict']:.3f}"
-        console.print(f"\n{said}, advantage {row['advantage']:+.3f}", highlight=False)
+        advantage = "" if math.isnan(row["advantage"]) else f", advantage {row['advantage']:+.3f}"
+        console.print(f"\n{said}{advantage}", highlight=False)
         console.print(visible(str(row["prompt"])).strip(), style="dim", highlight=False)
         console.print(_coloured(row, decode), highlight=False)
+    if run.config.observed is not None:
+        console.print(f"\nIteration {at} has {len(found.examples)} such trajectories", highlight=False)
+        return
     console.print(
         f"\nIteration {at} has {len(found.examples)} such trajectories. This begins again just before, with the same "
         f"generations:\n"
@@ -518,7 +526,7 @@ def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack |
 
 def _coloured(row: Mapping[Hashable, Any], decode: Decode | None) -> Text:
     """Colours the tokens of a response: green for a positive advantage, red for a negative one."""
-    if decode is None or "advantages" not in row:
+    if decode is None or any(row.get(name) is None for name in ("response_ids", "advantages", "loss_mask")):
         return Text(visible(str(row["response"])))
     from ratchet.flows.ui.documents import token_texts
 

@@ -68,6 +68,7 @@ def resume(
     url = url_of(name, store)
     parent, _, leaf = url.rpartition("/")  # where the run was opened, which may differ from its config
     stored = open_run(url).config
+    stored.require_own("cannot resume it")
     consent.require(stored)
     drive_run(stored.with_values({"run.store": parent, "run.name": leaf}), take_over, accept_changes)
 
@@ -81,6 +82,8 @@ def stop(name: Name, store: Store = DEFAULT_STORE) -> None:
     from ratchet.infra.workers.ray_group import end_idle
 
     run = open_run(url_of(name, store))
+    if not run.is_fit:
+        run.config.require_own("cannot stop it", "end that trainer's own process")
     beat = heartbeat.is_alive(run.store.objects, lambda text: console.print(text))
     if beat is None:
         ended = not run.is_fit and end_idle(run.config, run.store.url)

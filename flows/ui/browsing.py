@@ -31,8 +31,8 @@ T = TypeVar("T")
 ORDERS: dict[Order, str] = {
     "best": "score DESC NULLS LAST",
     "worst": "score ASC NULLS LAST",
-    "longest": "length DESC",
-    "shortest": "length ASC",
+    "longest": "length DESC NULLS LAST, len(response) DESC",
+    "shortest": "length ASC NULLS LAST, len(response) ASC",
     "newest": "iteration DESC, score DESC NULLS LAST",
 }
 TEXTS = ("prompt", "response", "ground_truth")
@@ -74,7 +74,8 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
     # a comment in it ends with its line
     filtered = f"CREATE TEMP VIEW filtered AS SELECT * FROM trajectories WHERE ({wanted.where.strip() or 'true'}\n)"
     texts = ", ".join(
-        f"left({column}, {CLIP}) AS {column}" for column in ("trajectory_id", "prompt_id", "finish_reason", "response")
+        f"left(coalesce({column}, ''), {CLIP}) AS {column}"
+        for column in ("trajectory_id", "prompt_id", "finish_reason", "response")
     )
     listed = (
         f"SELECT iteration, {score} AS score, {length} AS length, {texts}, count(*) OVER () AS matching FROM filtered "
@@ -91,8 +92,9 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
         )
     except StatementFailed as error:
         raise _explained(error, wanted.where, columns) from error
-    frame = frame.rename(columns={"trajectory_id": "id"}).astype({"score": object})
-    frame["score"] = frame["score"].where(frame["score"].notna(), None)
+    frame = frame.rename(columns={"trajectory_id": "id"}).astype({"score": object, "length": object})
+    for name in ("score", "length"):
+        frame[name] = frame[name].where(frame[name].notna(), None)
     count = int(frame["matching"][0]) if len(frame) else 0
     lines = [TrajectoryLine.model_validate(row) for row in frame.drop(columns="matching").to_dict("records")]
     bars = [[Bar.model_validate(bar) for bar in histogram.to_dict("records")] for histogram in histograms]

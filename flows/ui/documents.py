@@ -23,7 +23,7 @@ from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.timelines import Timeline, timeline
 from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.metrics import BY_NAME, VALIDATION, stderr_of
+from ratchet.rlhf.metrics import BY_NAME, STEP, VALIDATION, stderr_of
 from ratchet.rlhf.models.tokenizers import reading_tokenizer
 
 if TYPE_CHECKING:
@@ -82,6 +82,9 @@ class RunView(Document):
     state: State
     closed: int
     iterations: int | None
+    """The number of iterations of the config; None for a fine-tuning run, and if it is unknown."""
+    trainer: str | None
+    """The trainer that computes the run; None: Ratchet."""
     snapshots: list[int]
     parent: str | None
     stages: list[Stage]
@@ -102,7 +105,8 @@ class TrajectoryLine(Document):
     iteration: int
     prompt_id: str
     score: float | None
-    length: int
+    length: int | None
+    """Number of tokens; None: unknown."""
     finish_reason: str
     response: str
     """The first `CLIP` characters."""
@@ -144,8 +148,9 @@ class TrajectoryDocument(Document):
     """All conversations of the trajectory; None if its run has neither an environment nor an agent."""
     errors: list[str]
     tokens: list[str] | None
-    """The text of each token; None if the run's tokenizer was not found."""
-    length: int
+    """The text of each token; None if the run's tokenizer was not found, or the tokens are unknown."""
+    length: int | None
+    """Number of tokens; None: unknown."""
     quantities: dict[str, list[float | None]]
     scales: dict[str, tuple[float, float]]
     """The values of full colour of each quantity, so that trajectories can be compared."""
@@ -206,13 +211,15 @@ def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: It
     parent = _parent(run, damaged)
     stages = [] if run.is_fit else _stages(run, damaged)
     titles = _titles(columns, run.is_fit)
-    config = _flat(claim.config if run.is_fit else run.config.model_dump(mode="json"))
+    observed = None if run.is_fit else run.config.observed
+    config = _flat(claim.config if observed is None else observed.config)
     return RunView(
         name=name,
         url=run.store.url,
         state=state_of(run, {int(row["iteration"]): row for row in rows}),
         closed=run.state.iteration,
         iterations=None if run.is_fit else run.config.known_iterations,
+        trainer=None if observed is None else observed.trainer,
         snapshots=sorted(run.state.snapshots),
         parent=parent,
         stages=stages,
@@ -225,7 +232,7 @@ def run_view(run: Run, name: str, closed_metrics: Sequence[Metrics], damages: It
         },
         alerts=alerts_of(closed_metrics),
         config=config,
-        main_keys=[key for key in MAIN_KEYS if key in config] if not run.is_fit else list(config),
+        main_keys=list(config) if run.is_fit or observed is not None else [key for key in MAIN_KEYS if key in config],
         damages=list(every_damage),
     )
 
@@ -243,7 +250,7 @@ def _titles(columns: Iterable[str], is_fit: bool) -> dict[str, str]:
     curves = [name for name in CURVES if name in present]
     times = {name: "" for name in present if name.startswith("timing_s/") and name not in (*CURVES, *WHOLE_SECONDS)}
     first, others = ({name: CURVES[name] for name in names} for names in (curves[:1], curves[1:]))
-    known = {*held_out, *times, *BY_NAME}
+    known = {*held_out, *times, *BY_NAME, STEP}
     return first | validations | others | {name: name for name in present if name not in known} | times
 
 
@@ -263,8 +270,14 @@ def _stages(run: Run, damaged: OnDamage) -> list[Stage]:
 
     progress, claim = run.progress(run.state.iteration), run.state.claim
     assert claim is not None, "run.config is the claim's"
+    committed = dict(progress)
+    if run.config.observed is not None and run.state.iteration:  # the next iteration will have the same stages
+        try:
+            committed |= run.progress(run.state.iteration - 1)
+        except Corrupt as damage:
+            damaged(damage)
     stages = []
-    for name, label in shown_stages(run.config, claim.versions).items():
+    for name, label in shown_stages(run.config, claim.versions, committed).items():
         committed = run.state.stages.get(name)
         shards = run.state.shards.get(name, {})
         seconds = sum(shard.seconds for shard in shards.values()) if shards else None
@@ -307,23 +320,24 @@ def trajectory(
         scales: The values of full colour of each quantity.
         rows: All rows of the trajectory, if an agent had several conversations.
     """
-    ids = tuple(int(token) for token in row["response_ids"])
+    known_ids = _present(row.get("response_ids"))
+    ids = () if known_ids is None else tuple(int(token) for token in known_ids)
     quantities = {name: [_number(x) for x in values] for name, values in quantities_of(row).items()}
     told = timeline(rows or [row])
     return TrajectoryDocument(
         id=row["trajectory_id"],
         prompt_id=row["prompt_id"],
         iteration=int(row["iteration"]),
-        prompt=row["prompt"],
+        prompt=_text(row["prompt"]),
         response=row["response"],
         ground_truth=_text(row.get("ground_truth")),
-        finish_reason=row["finish_reason"],
+        finish_reason=_text(row["finish_reason"]),
         score=_number(row.get("score")),
         parts={name: _number(value) for name, value in (_present(row.get("reward_parts")) or {}).items()},
         timeline=told if told.errors or any(part.turns for part in told.conversations) else None,
         errors=[text for name in ("rollout_error", "reward_error") if (text := _text(row.get(name)))],
-        tokens=token_texts(ids, decode) if decode is not None else None,
-        length=len(ids),
+        tokens=token_texts(ids, decode) if known_ids is not None and decode is not None else None,
+        length=None if known_ids is None else len(ids),
         quantities=quantities,
         scales={name: scales[name] for name in quantities if name in scales},
     )
@@ -331,17 +345,23 @@ def trajectory(
 
 def quantities_of(row: Row) -> dict[str, np.ndarray[Any, Any]]:
     """Returns the quantities that tokens may be coloured by, as far as the run has them."""
-    arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
-    old = arrays.get("old_log_probs", arrays["rollout_log_probs"])
+    ids = _present(row.get("response_ids"))
+    if ids is None:
+        return {}
+    # another trainer may have written values of other tokens
+    arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray) and len(value) == len(ids)}
+    rollout = arrays.get("rollout_log_probs")
+    old = arrays.get("old_log_probs", rollout)
     quantities = {"advantage": arrays["advantages"]} if "advantages" in arrays else {}
-    if "ref_log_probs" in arrays:
-        quantities["log-prob less the reference's"] = old - arrays["ref_log_probs"]
-    if "teacher_log_probs" in arrays:
-        quantities["log-prob less the teacher's"] = old - arrays["teacher_log_probs"]
-    if "old_log_probs" in arrays:
-        quantities["log-prob less the rollout's"] = old - arrays["rollout_log_probs"]
+    for name, others in (
+        ("log-prob less the reference's", arrays.get("ref_log_probs")),
+        ("log-prob less the teacher's", arrays.get("teacher_log_probs")),
+        ("log-prob less the rollout's", rollout if "old_log_probs" in arrays else None),
+    ):
+        if old is not None and others is not None:
+            quantities[name] = old - others
     # only conversations have tokens that the policy did not write
-    if not arrays["response_mask"].all():
+    if "response_mask" in arrays and not arrays["response_mask"].all():
         quantities["written by the policy"] = arrays["response_mask"]
     return quantities | ({"entropy": arrays["entropy"]} if "entropy" in arrays else {})
 
@@ -366,7 +386,10 @@ def scales_of(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
 
 
 def decoder(run: Run) -> Decode | None:
-    """Returns the decode function of the run's tokenizer; None if it has no files, or needs code of its own."""
+    """Returns the decode function of the run's tokenizer; None if it is unknown, has no files, or needs code of its
+    own."""
+    if not run.config.knows_model:
+        return None
     try:
         tokenizer = reading_tokenizer(_found(run))
     except UserError as reason:

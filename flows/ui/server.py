@@ -127,7 +127,8 @@ class Opened:
             sample, _ = browsing.full_rows(child, tables, iteration)
             newest = list(self._scales.items())[1 - KEPT_SCALES :]
             self._scales = dict([*newest, ((iteration, version), scales_of(sample))])
-        return trajectory(row, self._decode, self._scales[iteration, version], rows)
+        decode = None if row["response_ids"] is None else self._decode
+        return trajectory(row, decode, self._scales[iteration, version], rows)
 
     @cached_property
     def _decode(self) -> Decode | None:

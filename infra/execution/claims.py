@@ -145,7 +145,7 @@ def _set_threads(last: Claim | None) -> int:
     import torch
 
     # on CPUs, results depend on the number of threads
-    if last is not None and not accelerator.is_available():
+    if last is not None and last.threads and not accelerator.is_available():
         torch.set_num_threads(last.threads)
     return torch.get_num_threads()
 

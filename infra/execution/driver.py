@@ -172,6 +172,7 @@ def _checked(
     check: Callable[[Driver], None],
     gpus: GPUs | None = None,
 ) -> tuple[Driver, RunState]:
+    config.require_own("cannot train it")
     store = RunStore.at(run_url(config.run.store, config.run.name))
     driver = Driver(config, store)
     check_open = partial(check, driver)

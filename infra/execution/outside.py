@@ -39,6 +39,8 @@ class OutsideInputs:
 
     def _digest(self, name: Outside) -> str | None:
         config, resources = self._config, self._resources
+        if config.only_scores and name in ("dataset", "tokenizer"):
+            return None
         model = config.reward.model
         match name:
             case "dataset":

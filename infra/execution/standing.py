@@ -110,8 +110,11 @@ def parent_of(log: RunLog) -> str:
 
 
 def recipe_of(config: RunConfig) -> str:
-    """Returns `algorithm.advantage.type`, or the name of the trainer that computes the run."""
-    return config.algorithm.advantage.type if config.observed is None else config.observed.trainer
+    """Returns `algorithm.advantage.type`, or the name of the trainer that computes the run; empty if a run only scores
+    that trainer's answers."""
+    if config.observed is not None:
+        return config.observed.trainer
+    return "" if config.only_scores else config.algorithm.advantage.type
 
 
 def is_fit(config: Mapping[str, Any]) -> bool:

@@ -41,14 +41,11 @@ from ratchet.infra.store.records import Commit, RunState, ShardCommit, StageComm
 from ratchet.infra.store.run_store import VALIDATE, RunStore
 from ratchet.rlhf.config import RunConfig, parse_config, stored_config
 from ratchet.rlhf.config.published import LEFT_OUT, SECRET
+from ratchet.rlhf.config.sections import UNKNOWN_MODEL
 from ratchet.rlhf.errors import RatchetError, UserError, counted, in_one_line
-from ratchet.rlhf.metrics import validation_metrics
+from ratchet.rlhf.metrics import STEP, validation_metrics
 from ratchet.rlhf.validation import means, sums
 
-STEP = "training/global_step"
-"""The metric with the trainer's own number of a step; iterations are counted from 0, without gaps."""
-NO_MODEL = "another-trainers-model"
-"""`model.path` of a run whose model is unknown."""
 OPEN_S = 10.0
 """Seconds that a trainer waits for mistakes in the settings of its run, such as a store that refuses to be written."""
 QUEUE = 64
@@ -94,8 +91,8 @@ def observed_config(
     return parse_config(
         {
             "run": {"name": name, "store": store},
-            "model": {"path": model or NO_MODEL},
-            "data": {"train": [f"the prompts of {trainer}"]},
+            "model": {"path": model or UNKNOWN_MODEL},
+            "data": {"train": []},
             "reward": {"function": None, "on_error": "drop"},
             "algorithm": {"advantage": "reinforce_plus_plus", "kl": {"in_reward": None}},
             "critic": None,

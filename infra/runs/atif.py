@@ -21,7 +21,6 @@ from pydantic_core import PydanticCustomError
 
 from ratchet.infra.runs.joined_rows import SPLITS, JoinedRows
 from ratchet.infra.runs.run import Run
-from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.published import published_text
 from ratchet.rlhf.errors import UserError, in_one_line
 from ratchet.rlhf.models.model_folders import hub_name
@@ -53,7 +52,7 @@ def export_trajectories(run: Run, folder: Path, iteration: int | None = None) ->
     """
     if run.is_fit:
         raise UserError(f"{run.store.url} is a fit, which has no trajectories: name a run of iterations")
-    joined, agent = JoinedRows(run), _agent(run.config)
+    joined, agent = JoinedRows(run), _agent(run)
     name, closed = run.store.url.rpartition("/")[2], range(run.state.iteration)
     if iteration is not None and iteration not in closed:
         raise UserError(f"{run.store.url}: iteration {iteration} is not closed: choose one of 0 to {closed[-1]}")
@@ -68,13 +67,16 @@ def export_trajectories(run: Run, folder: Path, iteration: int | None = None) ->
     return count
 
 
-def _agent(config: RunConfig) -> dict[str, str]:
+def _agent(run: Run) -> dict[str, str]:
     """Describes the agent. The options of its program are left out: they may hold secrets."""
-    partner, model = config.rollout.partner, config.model
+    partner, model, trainer = run.config.rollout.partner, run.config.model, run.trainer
+    known = {"model_name": hub_name(model) or Path(model.path).name} if run.config.knows_model else {}
+    if trainer is not None:
+        return {"name": trainer, "version": "unknown", **known}
     return {
         "name": "ratchet" if partner is None else published_text(partner.name),
         "version": version("ratchet-rlhf"),
-        "model_name": hub_name(model) or Path(model.path).name,
+        **known,
     }
 
 
@@ -83,7 +85,7 @@ def document(rows: Sequence[Mapping[str, Any]], agent: Mapping[str, str], run: s
 
     Args:
         rows: its conversations, each with the columns of the stages.
-        agent: name, version and model_name.
+        agent: name, version and, if it is known, model_name.
         run: name of the run.
     """
     first, *others = (_conversation(row, agent, run) for row in rows)
@@ -93,7 +95,8 @@ def document(rows: Sequence[Mapping[str, Any]], agent: Mapping[str, str], run: s
 def _conversation(row: Mapping[str, Any], agent: Mapping[str, Any], run: str) -> dict[str, Any]:
     tools: list[Any] = []
     steps: list[dict[str, Any]] = []
-    spans, nowhere = _spans(row), range(len(row["response_ids"]), len(row["response_ids"]))
+    ids = row["response_ids"]  # null where another trainer has not written them
+    spans = [] if ids is None else _spans(row)
     for number, (asked, answer, started) in enumerate(_exchanges(row)):
         tools = tools or asked.get("tools", [])
         for message in asked["messages"]:
@@ -103,11 +106,17 @@ def _conversation(row: Mapping[str, Any], agent: Mapping[str, Any], run: str) ->
         if answer is not None:
             step = _add_step(steps, answer)
             step |= {} if started is None else {"timestamp": datetime.fromtimestamp(started, UTC).isoformat()}
-            # an error may have ended the last turn before its first token
-            span = spans[number] if number < len(spans) else nowhere
-            step |= {"llm_call_count": 1, "metrics": _metrics(row, span, number)}
+            step["llm_call_count"] = 1
+            if ids is not None:
+                # an error may have ended the last turn before its first token
+                span = spans[number] if number < len(spans) else range(len(ids), len(ids))
+                step["metrics"] = _metrics(row, span, number)
     metrics = [step["metrics"] for step in steps if "metrics" in step]
-    totals = {f"total_{name}": sum(each[name] for each in metrics) for name in ("prompt_tokens", "completion_tokens")}
+    totals = {
+        f"total_{name}": sum(each[name] for each in metrics)
+        for name in ("prompt_tokens", "completion_tokens")
+        if metrics and all(name in each for each in metrics)
+    }
     reward = {} if row.get("score") is None else {"reward": row["score"]}
     return {
         "schema_version": VERSION,
@@ -128,7 +137,7 @@ def _facts(row: Mapping[str, Any], spans: Sequence[range]) -> dict[str, Any]:
         facts["ground_truth"] = json.loads(row["ground_truth"])
     facts["reward_parts"] = parts_of(row.get("reward_parts")) or None
     # what the environment said after the last answer
-    facts["last_token_ids"] = row["response_ids"][spans[-1].stop if spans else 0 :] or None
+    facts["last_token_ids"] = (row["response_ids"] or [])[spans[-1].stop if spans else 0 :] or None
     return {name: value for name, value in facts.items() if value is not None}
 
 
@@ -154,7 +163,7 @@ def _exchanges(row: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[st
                 asked = {"messages": [{"role": "user", "content": text}]}
             yield asked, json.loads(call["answer"]), call["started"]
         return
-    heard: Chat = json.loads(row["messages"])
+    heard: Chat = json.loads(row["messages"] or "[]")
     tools = json.loads(row["tools"]) if row.get("tools") else []
     is_answered = row.get("calls") is None  # an agent's program may fail before its first call
     for turn in (row.get("turns") or [{"role": "policy", "content": row["response"]}]) if is_answered else ():
@@ -205,18 +214,16 @@ def _tool_call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
 def _metrics(row: Mapping[str, Any], span: range, number: int) -> dict[str, Any]:
     """Returns the tokens of an answer; `number` is the answer's."""
     place = slice(span.start, span.stop)
-    prompt, drawn = [*row["prompt_ids"], *row["response_ids"][: span.start]], row["response_ids"][place]
+    drawn = row["response_ids"][place]
     extra = {
         name: row[name][place] for name in ("token_versions", "advantages", "loss_mask") if row.get(name) is not None
     }
     if number < len(row.get("turn_rewards") or ()):
         extra["turn_reward"] = row["turn_rewards"][number]
-    metrics: dict[str, Any] = {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": len(drawn),
-        "prompt_token_ids": prompt,
-        "completion_token_ids": drawn,
-    }
+    metrics: dict[str, Any] = {"completion_tokens": len(drawn), "completion_token_ids": drawn}
+    if row.get("prompt_ids") is not None:
+        prompt = [*row["prompt_ids"], *row["response_ids"][: span.start]]
+        metrics = {"prompt_tokens": len(prompt), "prompt_token_ids": prompt, **metrics}
     if row.get("rollout_log_probs") is not None and not row.get("by_expert"):  # an expert's are unknown
         metrics["logprobs"] = row["rollout_log_probs"][place]
     return metrics | ({"extra": extra} if extra else {})

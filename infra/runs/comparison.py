@@ -18,6 +18,10 @@ scaled by :math:`\\sqrt w`.
 An interval that contains 0 shows that the runs are equal only if it is narrow. The verdict is "cannot tell" if the
 interval is wider than `TOO_WIDE` of the range of the scores, if all scores are equal (a bootstrap then gives an
 interval of width 0), or if the runs have different rewards.
+
+Trajectories that another trainer made are paired by the text of their prompts: its numbers of prompts need not be
+those of another run. Its seed is unknown, and so is its reward unless Ratchet has scored the answers again; `unknown`
+says so.
 """
 
 from __future__ import annotations
@@ -37,10 +41,11 @@ from ratchet.infra.runs.run import Run, own_answers
 from ratchet.infra.store.log import Corrupt, RunLog
 from ratchet.infra.store.records import Fork, StageCommit
 from ratchet.infra.store.run_store import VALIDATE
+from ratchet.rlhf.config import RunConfig, yaml_text
 from ratchet.rlhf.config import differences as config_differences
-from ratchet.rlhf.config import yaml_text
 from ratchet.rlhf.config.sections import RewardConfig
 from ratchet.rlhf.errors import UserError, counted
+from ratchet.rlhf.metrics import STEP
 from ratchet.rlhf.schema import TRAJECTORY
 
 if TYPE_CHECKING:
@@ -61,7 +66,7 @@ ALL = "all"
 """The data source of a difference over several data sources."""
 COLUMNS = (
     *("trajectory_id", "prompt_id", "sample", "data_source", "prompt", "ground_truth", "score", "reward_error"),
-    "rollout_error",
+    *("messages", "rollout_error"),
 )
 ANSWER = ("prompt_id", "sample")
 MAJORITY = 0.5
@@ -215,9 +220,13 @@ class Comparison:
     b: str
     fork: str | None
     """End of their common history, such as ``7`` or ``7:score``; None if they have none."""
-    same_seed: bool
+    same_seed: bool | None
+    """None if another trainer made the trajectories of a run: its seed is unknown."""
     config: tuple[str, ...]
-    """The keys of the config that differ, such as ``actor.lr 1e-05 -> 2e-05``."""
+    """The keys of the config that differ, such as ``actor.lr 1e-05 -> 2e-05``. Of a run that another trainer computes,
+    they are that trainer's, and compared only with those of another such run."""
+    unknown: tuple[str, ...]
+    """What the comparison cannot know of runs that another trainer computes, in sentences."""
     differences: tuple[Difference, ...]
     beside: tuple[Beside, ...]
     """One for each iteration with a difference."""
@@ -273,12 +282,13 @@ def compare(a: Run, b: Run) -> Comparison:
     whole: dict[Kind, dict[int, PairedScores]] = {"validation": {}, "train": {}}
     last_pairs: dict[Kind, pd.DataFrame] = {}
     seen: dict[Kind, list[float]] = {"validation": [], "train": []}
-    same_seed = configs[0].run.seed == configs[1].run.seed
+    trainers = [run.trainer for run in runs]
+    same_seed = configs[0].run.seed == configs[1].run.seed if trainers == [None, None] else None
     talk = any(config.rollout.agent is not None for config in configs)
-    kinds: tuple[Kind, ...] = ("validation", "train") if same_seed else ("validation",)
+    kinds: tuple[Kind, ...] = ("validation",) if same_seed is False else ("validation", "train")
     for kind in kinds:
         for iteration, frames in _frames(runs, kind, parted):
-            pairs = _paired(*frames, same_text=not talk)
+            pairs = _paired(*frames, same_text=not talk) if same_seed is not None else _paired_by_text(*frames)
             unpaired[kind] += sum(map(len, frames)) - 2 * len(pairs)
             if len(pairs):
                 differences += _differences(pairs, iteration, kind)
@@ -294,7 +304,6 @@ def compare(a: Run, b: Run) -> Comparison:
     are_equal = bool((scored == scored[0, 0]).all())
     low, high = (-np.inf, np.inf) if are_equal else interval(scores, np.diff(moved).tolist())
     spread = max(seen[kind]) - min(seen[kind])
-    old, new = (config.model_dump(mode="json", exclude={"run": {"name", "store"}}) for config in configs)
     compared = {difference.iteration for difference in differences}
     rewards = _rewards(runs, iteration, VALIDATE if kind == "validation" else "score")
     verdict = verdict_of(low, high, spread)
@@ -310,7 +319,8 @@ def compare(a: Run, b: Run) -> Comparison:
         b=b.store.url,
         fork=fork,
         same_seed=same_seed,
-        config=tuple(config_differences(old, new)),
+        config=_changed(configs),
+        unknown=tuple(_unknown(runs, iteration)),
         differences=tuple(differences),
         beside=_beside(runs, sorted(compared)),
         flips=_flips(runs, kind, iteration, last_pairs[kind]),
@@ -331,6 +341,37 @@ def compare(a: Run, b: Run) -> Comparison:
     )
 
 
+def _changed(configs: Sequence[RunConfig]) -> tuple[str, ...]:
+    """Describes the differences of the configs; none if they are of different programs."""
+    a, b = (config.observed for config in configs)
+    if a is not None and b is not None:
+        return tuple(config_differences(a.model_dump(mode="json"), b.model_dump(mode="json")))
+    if a is not None or b is not None:
+        return ()
+    old, new = (config.model_dump(mode="json", exclude={"run": {"name", "store"}}) for config in configs)
+    return tuple(config_differences(old, new))
+
+
+def _unknown(runs: tuple[Run, Run], iteration: int) -> Iterator[str]:
+    """Says what is not known of runs that other trainers compute."""
+    observed = [run.config.observed for run in runs]
+    names = [run.store.url.rpartition("/")[2] for run in runs]
+    if of_others := [name for name, other in zip(names, observed, strict=True) if other is not None]:
+        trainers = " and ".join(dict.fromkeys(other.trainer for other in observed if other is not None))
+        yield (
+            f"whether both have the same reward is unknown, since {trainers} scored {' and '.join(of_others)}: "
+            "`ratchet rescore RUN --run NEW --reward R` scores the training answers of a run with one that is known"
+        )
+    if len(of_others) == 1:
+        yield "their configs are of different programs, and not compared"
+    steps = {}
+    for run, name in zip(runs, names, strict=True):
+        if name in of_others and iteration < run.state.iteration:
+            steps[name] = run.metrics_of(run.store.index_of(iteration)).get(STEP, iteration)
+    if any(step != iteration for step in steps.values()):
+        yield f"iteration {iteration} is {' and '.join(f'step {step:.0f} of {name}' for name, step in steps.items())}"
+
+
 def _sources(run: Run) -> set[str]:
     """Returns the URLs of the run and of the run whose generations it scores again, if it does."""
     source = run.config.data.generations
@@ -339,6 +380,8 @@ def _sources(run: Run) -> set[str]:
 
 def _rewards(runs: tuple[Run, Run], iteration: int, stage: str) -> Rewards | None:
     """Compares the rewards that a stage used in an iteration."""
+    if any(run.config.observed is not None for run in runs):  # unknown
+        return None
     a, b = (run.config.learned_from()["reward"] for run in runs)
     whole = [run.config.model_dump(mode="json")["reward"] for run in runs]
     names = [name for name in a if a[name] != b.get(name)]
@@ -421,6 +464,39 @@ def _paired(a: pd.DataFrame, b: pd.DataFrame, *, same_text: bool) -> pd.DataFram
     return pairs
 
 
+def _paired_by_text(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
+    """Pairs the answers of both runs to prompts of the same text, in their order, as `_paired` does by number.
+
+    A prompt is what its messages say. If none is the same, it is the text with the chat template, since some trainers
+    store only that.
+    """
+    if a.empty or b.empty:
+        return a.iloc[:0]
+    questions = [
+        frame.assign(question=[_question(*row) for row in zip(frame["messages"], frame["prompt"], strict=True)])
+        for frame in (a, b)
+    ]
+    pairs = _merged(*questions)
+    return _merged(a.assign(question=a["prompt"]), b.assign(question=b["prompt"])) if pairs.empty else pairs
+
+
+def _merged(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
+    """Pairs the answers to each `question`, in their order."""
+    a, b = (frame.assign(number=frame.groupby("question").cumcount()) for frame in (a, b))
+    pairs = a.merge(b, on=["question", "number"], suffixes=("_a", "_b"))
+    pairs = pairs.assign(prompt_id=pairs.groupby("question")["prompt_id_a"].transform("first"))
+    truths = [pairs[f"ground_truth_{side}"] for side in "ab"]
+    same = (truths[0] == truths[1]) | truths[0].isna() | truths[1].isna()
+    return pairs[same]
+
+
+def _question(messages: object, prompt: object) -> str:
+    """Returns what a prompt asks, without the system's message and the chat template."""
+    heard = json.loads(messages) if isinstance(messages, str) else []
+    said = [str(message.get("content")) for message in heard if message["role"] != "system"]
+    return "\n".join(said) if said else str(prompt)
+
+
 def _scores(pairs: pd.DataFrame) -> PairedScores:
     return PairedScores.of(pairs["prompt_id"].tolist(), pairs["score_a"].tolist(), pairs["score_b"].tolist())
 
@@ -459,10 +535,9 @@ def _flips(runs: tuple[Run, Run], kind: Kind, iteration: int, pairs: pd.DataFram
     if solved_a is None or solved_b is None:
         return None
     for run, suffix in zip(runs, ("_a", "_b"), strict=True):
-        wanted = [*ANSWER, "response"]
+        wanted = ["trajectory_id", "response"]
         rows = run.validation(iteration, wanted) if kind == "validation" else run.trajectories(iteration, wanted)
-        responses = rows.drop_duplicates([*ANSWER], keep="last")[wanted]
-        pairs = pairs.merge(responses.rename(columns={"response": f"response{suffix}"}), on=[*ANSWER])
+        pairs = pairs.merge(rows[wanted].rename(columns={name: f"{name}{suffix}" for name in wanted}))
     prompts: dict[str, tuple[str, str]] = {}
     answers: dict[str, tuple[list[ScoredResponse], list[ScoredResponse]]] = defaultdict(lambda: ([], []))
     names = ("prompt_id", "data_source_a", "prompt_a", "response_a", "score_a", "response_b", "score_b")
@@ -483,11 +558,16 @@ def _solves(answers: Sequence[ScoredResponse], solved: float) -> bool:
     return sum(answer.score >= solved for answer in answers) >= MAJORITY * len(answers)
 
 
-def _nothing_pairs(runs: tuple[Run, Run], same_seed: bool, unpaired: dict[Kind, int]) -> UserError:
+def _nothing_pairs(runs: tuple[Run, Run], same_seed: bool | None, unpaired: dict[Kind, int]) -> UserError:
     names = [run.store.url.rpartition("/")[2] for run in runs]
     both = " and ".join(names)
     if unpaired["validation"]:
         return UserError(f"{both} have no prompt in common: compare runs with the same prompts in validation.data")
+    if same_seed is None:
+        return UserError(
+            f"{both} cannot be compared: no iteration of both has scored answers to prompts of the same text (role "
+            "system apart), in training or validation"
+        )
     closed = " and ".join(counted(run.state.iteration, "iteration") for run in runs)
     why = f"they have {closed}, and none that both completed after they parted"
     if not same_seed:

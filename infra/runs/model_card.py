@@ -203,13 +203,22 @@ def trajectories_card(run: Run, schema: pa.Schema, counts: Mapping[str, int], wi
     """
     from huggingface_hub import DatasetCard, DatasetCardData
 
-    name, config = run.store.url.rpartition("/")[2], run.config
+    name, config, trainer = run.store.url.rpartition("/")[2], run.config, run.trainer
     splits = [split for split, count in counts.items() if count]
     files = [{"split": split, "path": f"data/{split}-*.parquet"} for split in splits]
     metadata = DatasetCardData(
         configs=[{"config_name": "default", "data_files": files}],
-        tags=["reinforcement-learning", *_algorithms(config), "trajectories", "ratchet"],
+        tags=[
+            "reinforcement-learning",
+            *(_algorithms(config) if trainer is None else []),
+            "trajectories",
+            "ratchet",
+        ],
     )
+    facts = [*_facts(config, config.model, is_merged=False)]
+    if trainer is not None:  # of the training, this config knows no more
+        facts = [("reward", _reward(config))] if config.observed is None else []
+    started = f" The policy started\nfrom {_model(config.model)}." if config.knows_model else ""
     rows = [
         (_code(field.name), _code(str(field.type)), TRAJECTORY[field.name].meaning if field.name in TRAJECTORY else "")
         for field in schema
@@ -218,10 +227,11 @@ def trajectories_card(run: Run, schema: pa.Schema, counts: Mapping[str, int], wi
     body = f"""# {_code(name)}
 
 These are the trajectories of the run {_code(name)} in {counted(run.state.iteration, "iteration")} of reinforcement
-learning with Ratchet: {", ".join(f"{counts[split]} rows in {_code(split)}" for split in splits)}. The policy started
-from {_model(config.model)}.
+learning with {"Ratchet" if trainer is None else _code(trainer)}: {
+        ", ".join(f"{counts[split]} rows in {_code(split)}" for split in splits)
+    }.{started}
 
-{_table(("", ""), _facts(config, config.model, is_merged=False))}
+{_table(("", ""), facts) if facts else ""}
 
 A row is a trajectory, with what all stages computed of it. In `validation`, `iteration` is the one before which the
 validation ran, and columns that only training has are null. `[T]` has an element for each token of the

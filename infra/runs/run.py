@@ -171,6 +171,20 @@ class Run:
             raise UserError(f"{self.store.url} is a fit, not a run of iterations: `ratchet status` shows its metrics")
         return stored_config(self.state.claim.config, f"{self.store.url}, newest claim")
 
+    @property
+    def trainer(self) -> str | None:
+        """The other trainer that made the trajectories: it computes the run, or the run scores its answers again. None:
+        Ratchet, or unknown, because the run that is scored again was deleted."""
+        config = self.config
+        if config.observed is not None:
+            return config.observed.trainer
+        if config.data.generations is None:
+            return None
+        try:
+            return open_run(config.data.generations).trainer
+        except RatchetError:
+            return None
+
     def trajectories(
         self,
         iterations: int | Iterable[int] | None = None,
@@ -311,6 +325,7 @@ class Run:
 
     def newest_snapshot(self) -> int:
         """Returns the version of the newest snapshot. Raises `UserError` if the run has none."""
+        self._require_weights()
         version = max(self.state.snapshots, default=None)
         if version is None:
             raise UserError(f"{self.store.url} has no snapshot yet: checkpoint.every says how often one is taken")
@@ -334,6 +349,7 @@ class Run:
 
         Reports a better validation that has no snapshot. Raises `UserError` if no snapshot was validated.
         """
+        self._require_weights()
         versions = {*filter(self.config.validates, range(self.state.iteration)), self.state.iteration}
         scores = self.store.validation_scores(versions | self.state.snapshots.keys(), self.config.validation.metric)
 
@@ -356,6 +372,10 @@ class Run:
                 "keeps the best one of a run"
             )
         return chosen
+
+    def _require_weights(self) -> None:
+        if not self.is_fit:
+            self.config.require_weights()
 
     def _without_snapshot(self, version: int) -> str:
         """Explains how to get the best weights, whose snapshot is not kept."""
@@ -385,6 +405,7 @@ class Run:
             raise UserError(
                 f"{self.store.url} is a fit, whose model is already in {output}: `hf upload` shares a folder"
             )
+        self.config.require_weights()
         if version not in self.state.snapshots:
             versions = ", ".join(map(str, sorted(self.state.snapshots))) or "none"
             raise UserError(

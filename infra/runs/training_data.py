@@ -121,6 +121,7 @@ class Reason(StrEnum):
 
     BRANCH = "trajectories: earlier branches of an agent's conversation"
     NOT_SCORED = "trajectories: failed, without a score"
+    NO_PROMPT = "trajectories: without a prompt, which another trainer has not written"
     TURNS = "trajectories: several turns, or calls of tools"
     FILTER = "trajectories: left out by --filter"
     CUT_OFF = "groups: every answer is cut off"
@@ -241,6 +242,9 @@ def groups_of(
     for trajectory in last_branches.values():
         if isinstance(trajectory["rollout_error"], str) or isinstance(trajectory["reward_error"], str):
             left_out[Reason.NOT_SCORED] += 1
+            continue
+        if not isinstance(trajectory["messages"], str):
+            left_out[Reason.NO_PROMPT] += 1
             continue
         asked = _asked(trajectory)
         if asked is None:

@@ -149,6 +149,12 @@ def incompatible(config: RunConfig) -> Iterator[str]:
         yield "reference.model.lora is set, but the reference does not learn: remove it"
     yield from _teacher_fits(config)
     yield from _averages_fit(config)
+    reuses = config.data.generations is not None and not config.train.updates and config.validation.data is None
+    if config.only_scores and not reuses:
+        yield (
+            "data.train is []: name prompt files; only a run that scores the answers of another one needs none "
+            "(data.generations, with train.updates false and validation.data null)"
+        )
     if config.bypass and config.data.generations is not None and config.train.updates:
         yield (
             "data.generations uses the generations of another policy, so the old log-probs must be recomputed: set "

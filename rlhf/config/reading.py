@@ -108,10 +108,16 @@ def validated(model: type[M], tree: Mapping[str, Any], where: str, context: obje
         raise UserError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
+INTERNAL: dict[str, JsonValue] = {"internal": True}
+"""`json_schema_extra` of a field that users do not set."""
+
+
 def keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Returns every key of the config as (key, type, default, meaning), in order."""
+    """Returns every key of the config that users set as (key, type, default, meaning), in order."""
     rows: list[tuple[str, str, str, str]] = []
     for name, field in model.model_fields.items():
+        if field.json_schema_extra == INTERNAL:
+            continue
         key, annotation = prefix + name, field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             rows += keys(annotation, f"{key}.")

@@ -13,10 +13,11 @@ from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.engine_args import VLLM_ROUNDS
 from ratchet.rlhf.config.engines import ENGINES, RolloutEngineConfig
 from ratchet.rlhf.config.incompatibilities import incompatible
-from ratchet.rlhf.config.reading import overridden, read_yaml, set_value, validated, write_out
+from ratchet.rlhf.config.reading import INTERNAL, overridden, read_yaml, set_value, validated, write_out
 from ratchet.rlhf.config.roles import ROLES, PlacedRole
 from ratchet.rlhf.config.section import NULL_IS_OFF, OneOrMore, Section
 from ratchet.rlhf.config.sections import (
+    UNKNOWN_MODEL,
     ActorConfig,
     AlgorithmConfig,
     CheckpointConfig,
@@ -36,6 +37,7 @@ from ratchet.rlhf.config.sections import (
     TrainRunSection,
     ValidationConfig,
 )
+from ratchet.rlhf.errors import UserError
 
 ALLOW_INCOMPATIBLE = "anything fits"
 """Validation context in which incompatible combinations are accepted."""
@@ -89,7 +91,9 @@ class RunConfig(Section):
     )
     train: TrainConfig = Field(TrainConfig(), description="length of the run, and handling of NaN")
     observed: ObservedConfig | None = Field(
-        None, description="set by `ratchet import` and `ratchet.observe` alone: another trainer computes the run"
+        None,
+        description="set by `ratchet import` and `ratchet.observe` alone: another trainer computes the run",
+        json_schema_extra=INTERNAL,
     )
 
     @model_validator(mode="before")
@@ -115,6 +119,37 @@ class RunConfig(Section):
     def known_iterations(self) -> int | None:
         """Total number of iterations; None if another trainer computes the run, and has not said it."""
         return self.iterations if self.observed is None else self.observed.iterations
+
+    def require_own(
+        self,
+        cannot: str,
+        instead: str = "`ratchet import` adds its new steps, and `ratchet rescore` scores its answers again",
+    ) -> None:
+        """Raises `UserError` if another trainer computes the run.
+
+        Args:
+            cannot: what Ratchet then cannot do, such as ``cannot resume it``.
+            instead: what the user can do.
+        """
+        if self.observed is not None:
+            raise UserError(f"{self.observed.trainer} computes {self.run.name}, so Ratchet {cannot}: {instead}")
+
+    def require_weights(self) -> None:
+        """Raises `UserError` if another trainer computes the run, and so has its weights."""
+        self.require_own(
+            "has none of its weights",
+            "they are in the trainer's checkpoints, and `ratchet evaluate FOLDER` takes a model folder",
+        )
+
+    @property
+    def only_scores(self) -> bool:
+        """True if the run has no prompts: it scores another run's generations, and no policy computes anything."""
+        return not self.data.train
+
+    @property
+    def knows_model(self) -> bool:
+        """False if another trainer has computed the generations, and has not said with which model."""
+        return self.model.path != UNKNOWN_MODEL
 
     def validates(self, iteration: int) -> bool:
         """Returns True if an iteration starts with a validation. The end of the run is always validated, too."""
@@ -145,7 +180,8 @@ class RunConfig(Section):
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles of the run, in the order of `ROLES`."""
-        return tuple(name for name, role in ROLES.items() if role.exists(self))
+        names = (name for name, role in ROLES.items() if role.exists(self))
+        return tuple(name for name in names if name == "reward" or not self.only_scores)
 
     @property
     def averages(self) -> tuple[str, ...]:
@@ -248,7 +284,9 @@ class RunConfig(Section):
     def trained(self) -> tuple[str, ...]:
         """Roles whose weights an iteration commits, updated or unchanged."""
         learners = tuple(role for role in self.roles if ROLES[role].learns)
-        return (*learners, *self.averages) if self.train.updates else ("actor",)
+        if self.train.updates:
+            return (*learners, *self.averages)
+        return () if self.only_scores else ("actor",)
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -326,7 +364,10 @@ class RunConfig(Section):
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a YAML file and applies ``a.b=c`` overrides, in YAML syntax. Raises UserError, a line per mistake."""
-    return parse_config(overridden(read_yaml(path), overrides, RunConfig), str(path))
+    config = parse_config(overridden(read_yaml(path), overrides, RunConfig), str(path))
+    if config.observed is not None:
+        raise UserError(f"{path}: observed is set by `ratchet import` and `ratchet.observe` alone: remove it")
+    return config
 
 
 def parse_config(tree: Mapping[str, Any], where: str) -> RunConfig:

@@ -218,7 +218,6 @@ class DrawingConfig(Section):
     operational = frozenset(("train",))  # the dataset's digest covers the content of the files
 
     train: OneOrMore[str] = Field(
-        min_length=1,
         description="prompt files (Parquet, Arrow, JSON or CSV, any fsspec URL), local folders of datasets "
         "(folder:split), or datasets of the hub (owner/name@revision:config/split), in order",
     )
@@ -885,6 +884,10 @@ class TrainConfig(Section):
         if self.iterations is None and self.epochs is None:
             raise ValueError("iterations and epochs are both null: set one")
         return self
+
+
+UNKNOWN_MODEL = "another-trainers-model"
+"""`model.path` of a run whose model is unknown, because another trainer computes it."""
 
 
 class ObservedConfig(Section):

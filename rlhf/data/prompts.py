@@ -92,23 +92,23 @@ class Prompt:
         return not self.tools and all(len(message) <= 2 for message in self.messages)
 
 
-def structures(ground_truth: str | None, is_json: bool, extra_info: str) -> tuple[Any, Any]:
+def structures(ground_truth: str | None, is_json: bool | None, extra_info: str | None) -> tuple[Any, Any]:
     """Decodes a prompt's ground truth and `extra_info` for a reward or an environment.
 
     Returns new objects, which the caller may modify.
     """
     truth = json.loads(ground_truth) if is_json and ground_truth is not None else ground_truth
-    return truth, json.loads(extra_info) or {}
+    return truth, json.loads(extra_info or "{}") or {}
 
 
-def stored_chat(messages: str, tools: str | None) -> Chat:
-    """Decodes the columns `messages` and `tools` of a trajectory."""
-    return Chat(json.loads(messages), tuple(json.loads(tools or "[]")))
+def stored_chat(messages: str | None, tools: str | None) -> Chat:
+    """Decodes the columns `messages` and `tools` of a trajectory. Messages that are unknown are none."""
+    return Chat(json.loads(messages or "[]"), tuple(json.loads(tools or "[]")))
 
 
-def original(messages: str, is_text: bool) -> str | Messages:
-    """Decodes a prompt, as text or messages like the dataset's, for a reward."""
-    decoded: Messages = json.loads(messages)
+def original(messages: str | None, is_text: bool) -> str | Messages:
+    """Decodes a prompt, as text or messages like the dataset's, for a reward. Messages that are unknown are none."""
+    decoded: Messages = json.loads(messages or "[]")
     # a system message may precede a prompt that is text
     return decoded[-1]["content"] if is_text else decoded
 

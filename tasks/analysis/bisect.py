@@ -5,9 +5,11 @@ A binary search scores as few iterations as it needs again. It generates, claims
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -145,6 +147,7 @@ def _scored_again(driver: Driver, run: Run, iteration: int) -> pd.DataFrame:
         frames.append(output.batch.table.select(["trajectory_id", "score", "reward_error"]).to_pandas())
     strict = pd.concat(frames, ignore_index=True).rename(columns={"score": "strict", "reward_error": "strict_error"})
     both = own_answers(run.trajectories(iteration, COLUMNS)).merge(strict, on="trajectory_id")
+    both = both.astype({"score": float, "strict": float})  # means of float32 are rounded
     if "environment_reward" in both:  # what an environment or an agent's program gave is in both scores
         both["strict"] -= both["environment_reward"].astype(float).fillna(0.0)
     whole = both["reward_error"].isna() & both["strict_error"].isna() & both["rollout_error"].isna()
@@ -158,9 +161,13 @@ def _examples(run: Run, iteration: int, scored: pd.DataFrame, threshold: float) 
     rows = run.trajectories(iteration).merge(chosen, on="trajectory_id")
     if "advantages" not in rows:
         return rows.assign(advantage=np.nan)
-    masks, advantages = rows["loss_mask"], rows["advantages"]
-    means = [
-        float(np.mean(values[mask > 0])) if (mask > 0).any() else 0.0
-        for values, mask in zip(advantages, masks, strict=True)
-    ]
+    means = [_mean_in_loss(values, mask) for values, mask in zip(rows["advantages"], rows["loss_mask"], strict=True)]
     return rows.assign(advantage=means).sort_values("advantage", ascending=False, kind="stable", ignore_index=True)
+
+
+def _mean_in_loss(advantages: np.ndarray[Any, Any] | None, mask: np.ndarray[Any, Any] | None) -> float:
+    """Returns the mean advantage of a trajectory; without a mask, of all its tokens; NaN if it has none."""
+    if advantages is None or not len(advantages):
+        return math.nan
+    in_loss = advantages if mask is None else advantages[mask > 0]
+    return float(np.mean(in_loss)) if len(in_loss) else 0.0

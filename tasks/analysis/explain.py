@@ -33,6 +33,7 @@ def explain(run: Run, version: int, role: str = "actor") -> Origin:
 
     Raises `UserError` if the run does not train the role, or has no such version.
     """
+    run.config.require_weights()
     newest = run.state.weights.get(role)
     if update_of(role) is None or newest is None:
         raise UserError(f"the run does not train a {role}")

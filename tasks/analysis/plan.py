@@ -38,6 +38,7 @@ def plan(run: Run, config: RunConfig, iteration: int) -> list[Planned]:
 
     Raises `UserError` if there is no consent to the run's code.
     """
+    run.config.require_own("cannot say what would run again")
     consent.require(run.config, config)
     driver = Driver(config, run.store)
     committed, needed = run.store.iteration_state(iteration).stages, names_of(config)
@@ -97,6 +98,8 @@ def fork_run(run: Run, config: RunConfig, iteration: int, stage: str | None) -> 
         UserError: The run has not reached the point, a shared stage is not valid under the config, or there is no
             consent to the run's code.
     """
+    if config.data.generations is None or not config.only_scores:
+        run.config.require_own("cannot fork it")
     consent.require(run.config, config)
     state, config = run.state, with_iterations(config)
     if not 0 <= iteration <= state.iteration:

@@ -25,6 +25,7 @@ from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.tasks.pipeline import all_stages
 from ratchet.tasks.stage import Stage, UpdateStage
+from ratchet.tasks.stages.generate import GENERATE
 from ratchet.tasks.worker_calls import call_of, on_worker
 
 
@@ -44,6 +45,7 @@ def reproduce(run: Run, iteration: int) -> Iterator[Reproduced]:
     The shards after the first difference of a stage are not recomputed. Raises `UserError` if the iteration has
     committed nothing, or there is no consent to the run's code.
     """
+    run.config.require_own("cannot compute its iterations again")
     store = run.store
     committed = store.iteration_state(iteration).stages
     if not committed or iteration > store.state.iteration:
@@ -56,7 +58,7 @@ def reproduce(run: Run, iteration: int) -> Iterator[Reproduced]:
     driver = Driver(run.config.as_committed({"pools": {}, "placement": "colocated"}), store)
     for stage in all_stages(run.config):
         commit = committed.get(stage.name)
-        if commit is None or isinstance(commit, Skip):
+        if commit is None or isinstance(commit, Skip) or (run.config.only_scores and stage is GENERATE):
             continue
         manifest = manifests[stage.name]
         input_names = {name for name in stage.reads if f"input.{name}" in manifest.fingerprint.parts}

@@ -69,7 +69,7 @@ def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
 
 
 def exists(config: RunConfig) -> bool:
-    return True
+    return "actor" in config.roles
 
 
 def skipped(config: RunConfig, iteration: int) -> str | None:

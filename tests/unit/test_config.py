@@ -338,7 +338,7 @@ def test_null_switches_a_section_off_and_minus_one_top_k(file: Path) -> None:
     schedule = ["actor.lr_schedule={type: linear, decay_iterations: 3}", "actor.lr_schedule=null"]
     assert load_config(file, schedule) == load_config(file, [])
     for key, says in (
-        ("data.train=null", "data.train is (): "),
+        ("data.train=null", "data.train is []: "),
         ("rollout.top_k=-2", "rollout.top_k is -2: input should be greater than or equal to 0"),
         ("checkpoint=null", "checkpoint is None: it should be a section"),  # which would not mean none
     ):

@@ -77,7 +77,20 @@ REFUSED: dict[str, list[str]] = {
     "ingest": [RUN, "-o", "ingested"],  # never served
 }
 """Commands that refuse this run for other reasons."""
-NEEDS_NO_RUN = {"train", "ui", "data", "model", "convert", "sft", "reward-model", "deploy", "worker", "demo", "doctor"}
+NEEDS_NO_RUN = {
+    "train",
+    "import",
+    "ui",
+    "data",
+    "model",
+    "convert",
+    "sft",
+    "reward-model",
+    "deploy",
+    "worker",
+    "demo",
+    "doctor",
+}
 """Commands that take none; the page of `ui` has a test of its own."""
 
 

@@ -68,6 +68,7 @@ function places(view, x, before) {
   if (x === "" || view.state === "fit") return iteration;
   const each = Number(view.config["data.prompts_per_iteration"]) * Number(view.config["rollout.n"] ?? 1);
   const steps = view.metrics["perf/time_per_step"] ?? [];
+  if (view.trainer !== null && !(x === "seconds" ? steps.length : each)) return iteration;  // it has not said it
   let sum = 0;
   return iteration.map((_, row) => {
     const start = sum;
@@ -171,7 +172,8 @@ export function show(drawn, pick) {
   }
   at("no-curves").hidden = !hidden;
   at("no-curves").textContent = shown.curves.length ? `${hidden} other metrics do not match` : `none of ${hidden} metrics matches`;
-  at("time").hidden = words.length > 0 || (drawn.length > 0 && drawn.every(({view}) => view.state === "fit"));
+  const hasNoTimes = ({view}) => view.state === "fit" || (view.trainer !== null && !stages.some(stage => view.metrics[stage]));
+  at("time").hidden = words.length > 0 || (drawn.length > 0 && drawn.every(hasNoTimes));
   for (const [parent, cardsNow] of Object.entries(shown)) {
     const elements = cardsNow.length || (parent === "curves" && hidden) ? cardsNow : [nothing[parent]];
     const now = [...at(parent).children];

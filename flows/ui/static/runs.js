@@ -95,7 +95,8 @@ function isInRing(name, parents) {
 
 function state(view) {
   if (view.state === "fit") return `a fit, ${view.closed} rounds`;
-  return `${view.closed} of ${view.iterations} iterations closed${view.state === "finished" ? "" : `, ${view.state}`}`;
+  const total = view.iterations === null ? "" : ` of ${view.iterations}`;
+  return `${view.closed}${total} iterations closed${view.state === "finished" ? "" : `, ${view.state}`}`;
 }
 
 /** Whether a run has an iteration that is still to be closed. */
@@ -126,7 +127,7 @@ const STEPS = 5;
 /** Seconds until a running run has all iterations, at the pace of the last ones; null if unknown. */
 function remaining(view) {
   const steps = known(view, "perf/time_per_step").slice(-STEPS);
-  if (view.state !== "running" || !steps.length) return null;
+  if (view.state !== "running" || !steps.length || view.iterations === null) return null;
   return (view.iterations - view.closed) * steps.reduce((sum, value) => sum + value, 0) / steps.length;
 }
 
@@ -138,16 +139,16 @@ export function now(views, summaries, answers) {
   at("now").replaceChildren(...views.map((view, index) => {
     const summary = summaries.find(({name}) => name === view.name);
     const left = remaining(view);
-    const line = [state(view), left === null ? "" : `about ${duration(left)} left`, computing(view)].filter(Boolean).join(", ");
+    const line = [state(view), view.trainer === null ? "" : `computed by ${view.trainer}`, left === null ? "" : `about ${duration(left)} left`, computing(view)].filter(Boolean).join(", ");
     const facts = [
       ["throughput", known(view, "perf/response_tokens_per_s").at(-1) ?? null, value => `${number(value, 3)} response tokens/s`],
       ["last iteration", known(view, "perf/time_per_step").at(-1) ?? null, duration],
-      ["snapshots after", view.snapshots.slice(-6).join(", ") || "none", value => value],
+      ["snapshots after", view.trainer === null ? view.snapshots.slice(-6).join(", ") || "none" : null, value => value],
       ["folder", view.url, value => value],
     ].filter(([, value]) => value !== null);
     const stages = isOpen(view)
       ? [make("p", {className: "dim"}, `iteration ${view.closed}`), make("ol", {className: "stages"}, ...view.stages.map(stage))] : [];
-    const isToResume = source.live && ["failed", "stopped", "not started"].includes(view.state);
+    const isToResume = source.live && view.trainer === null && ["failed", "stopped", "not started"].includes(view.state);
     const parent = view.parent ? [make("p", {className: "dim"}, `forked from ${view.parent}`)] : [];
     const problem = summary?.problem ? [make("p", {className: "problem"}, summary.problem)] : [];
     const alerts = [...new Map(view.alerts.map(alert => [alert.text, alert])).values()].map(({first, last, text}) => {
@@ -164,14 +165,16 @@ export function now(views, summaries, answers) {
   if (focused) [...at("now").querySelectorAll("details")].find(details => details.dataset.of === focused)?.querySelector("summary").focus({preventScroll: true});
 }
 
-/** The keys in which the configs of several runs differ, or the main keys of one. */
+/** The keys in which the configs of several runs differ, of those of several trainers the main ones, or the main keys of one. */
 export function config(views) {
-  const differing = [...new Set(views.flatMap(view => Object.keys(view.config)))].filter(key =>
+  const isOneProgram = new Set(views.map(view => view.trainer)).size === 1;
+  const told = views.flatMap(view => isOneProgram ? Object.keys(view.config) : view.main_keys);
+  const differing = [...new Set(told)].filter(key =>
     key !== "run.name" && new Set(views.map(view => view.config[key] ?? "–")).size > 1);
   const keys = views.length === 1 ? views[0].main_keys : differing;
   at("config-title").textContent = views.length > 1 ? "Config keys in which the runs differ" : "Config";
   const row = (tag, cells) => make("tr", {}, ...cells.map(cell => make(tag, {}, cell)));
   const rows = keys.map(key => row("td", [key, ...views.map(view => view.config[key] ?? "–")]));
   at("config").replaceChildren(row("th", ["key", ...views.map(view => view.name)]),
-    ...(rows.length || !views.length ? rows : [row("td", ["the configs are the same"])]));
+    ...(rows.length || !views.length ? rows : [row("td", [views.length > 1 ? "the configs are the same" : "the config is unknown"])]));
 }

@@ -44,11 +44,14 @@ class Server {
   }
 }
 
+/** Tokens, or characters where the tokens are unknown. */
+const size = ({length, response}) => length ?? response.length;
+
 const ORDERS = {
   best: (a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity),
   worst: (a, b) => (a.score ?? Infinity) - (b.score ?? Infinity),
-  longest: (a, b) => b.length - a.length,
-  shortest: (a, b) => a.length - b.length,
+  longest: (a, b) => size(b) - size(a),
+  shortest: (a, b) => size(a) - size(b),
   newest: (a, b) => b.iteration - a.iteration || ORDERS.best(a, b),
 };
 
@@ -81,12 +84,12 @@ class Report {
     const lines = all.filter(trajectory =>
       (!iteration || trajectory.iteration === Number(iteration)) && (!low || trajectory.score >= Number(low))
       && (!high || trajectory.score <= Number(high)) && (!shortest || trajectory.length >= Number(shortest))
-      && (!longest || trajectory.length <= Number(longest)) && (!prompt_id || trajectory.prompt_id === prompt_id)
+      && (!longest || (trajectory.length !== null && trajectory.length <= Number(longest))) && (!prompt_id || trajectory.prompt_id === prompt_id)
       && (!like || trajectory.prompt === prompt)
       && [trajectory.prompt, trajectory.response, trajectory.ground_truth]
         .some(part => part.toLowerCase().includes((text ?? "").toLowerCase()))
     ).sort((a, b) => ORDERS[order || "best"](a, b) || b.iteration - a.iteration || (a.id < b.id ? -1 : 1));
-    return {lines, scores: bars(lines.map(({score}) => score)), lengths: bars(lines.map(({length}) => length)),
+    return {lines, scores: bars(lines.map(({score}) => score)), lengths: bars(lines.map(({length}) => length).filter(length => length !== null)),
       matching: lines.length, total: all.length, damages: []};
   }
 

@@ -28,7 +28,7 @@ const run = () => {
   return views.find(view => view.name === of) ?? views[0];
 };
 
-const newest = view => Math.max(0, Math.min(view.closed, view.iterations) - 1);
+const newest = view => Math.max(0, Math.min(view.closed, view.iterations ?? view.closed) - 1);
 
 /** The filter as the source wants it. A server is asked about one iteration, unless it shall read all of them. */
 function filter(view) {
@@ -121,8 +121,10 @@ function count(view, {lines, matching, total, damages}, iteration) {
   return `${matching} of ${total} trajectories of ${where}${first}`;
 }
 
+const tokens = ({length}) => length === null ? "" : `${length} tokens`;
+
 function button(line, pressed, named) {
-  const facts = [`score ${number(line.score)}`, ...(named ? [`iteration ${line.iteration}`] : []), `${line.length} tokens`, line.finish_reason];
+  const facts = [`score ${number(line.score)}`, named && `iteration ${line.iteration}`, tokens(line), line.finish_reason].filter(Boolean);
   const element = make("button", {type: "button", "aria-pressed": String(pressed), "data-id": line.id},
     make("div", {className: "dim"}, facts.join(" · ")), make("div", {className: "clip"}, line.response || "(empty)"));
   element.onclick = () => choose(line.id);
@@ -308,7 +310,7 @@ function paint(place, trajectory, name) {
 function reader(place, trajectory, name, isMain) {
   const parts = Object.entries(trajectory.parts).map(([part, value]) => `${part} ${number(value)}`).join(", ");
   const facts = [["score", number(trajectory.score)], ["reward parts", parts], ["ground truth", trajectory.ground_truth],
-    ["finish reason", trajectory.finish_reason], ["length", `${trajectory.length} tokens`], ["error", trajectory.errors.join("; ")]]
+    ["finish reason", trajectory.finish_reason], ["length", tokens(trajectory)], ["error", trajectory.errors.join("; ")]]
     .filter(([, value]) => value);
   const response = make("pre", {className: "response"});
   const told = make("div", {className: "dim told", "aria-live": "polite"});
@@ -337,7 +339,8 @@ function reader(place, trajectory, name, isMain) {
     inspect(response, told, trajectory);
   } else {
     response.textContent = trajectory.response;
-    controls.append(make("span", {className: "dim"}, "tokens are not coloured: the run's tokenizer was not found"));
+    const why = trajectory.length !== null && !trajectory.tokens ? ["tokens are not coloured: the run's tokenizer was not found"] : [];
+    controls.append(...why.map(text => make("span", {className: "dim"}, text)));
   }
   const turns = trajectory.timeline
     ? [make("h4", {}, "timeline"), timeline(trajectory.timeline, trajectory.id, isMain && source.live ? choose : null)] : [];

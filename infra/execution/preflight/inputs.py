@@ -31,6 +31,9 @@ def check_inputs(config: RunConfig) -> None:
     played_on_by = f"algorithm.advantage {config.algorithm.advantage.type}" if config.needs_turn_values else None
     environment, agent = config.rollout.environment, config.rollout.agent
     chosen = (config.algorithm.loss, config.algorithm.advantage)
+    if config.only_scores:
+        _check_reward(config)
+        return
     check_all(
         partial(check_packages, config),
         partial(check_engine_args, config),
@@ -52,9 +55,7 @@ def check_inputs(config: RunConfig) -> None:
             f"the chat template of {config.model.path} renders earlier messages differently when others follow (it may "
             "leave out reasoning): the policy sees and learns from what it wrote"
         )
-    if config.reward.model is not None:
-        check_reward_model(config.reward.model)
-        load_tokenizer(config.reward.model, writes=False)
+    _check_reward_model(config)
     # prompts are tried once the rest is right
     check_files(
         paths,
@@ -64,6 +65,18 @@ def check_inputs(config: RunConfig) -> None:
         None if environment is None else environment.model_dump_json(),
     )
     check_metric(config)
+
+
+def _check_reward(config: RunConfig) -> None:
+    """Checks all that a run without prompts computes."""
+    check_all(partial(check_packages, config), partial(check_rewards, config.reward))
+    _check_reward_model(config)
+
+
+def _check_reward_model(config: RunConfig) -> None:
+    if config.reward.model is not None:
+        check_reward_model(config.reward.model)
+        load_tokenizer(config.reward.model, writes=False)
 
 
 def _check_server(config: RunConfig) -> None:
