@@ -113,10 +113,9 @@ def _add(
             imported.already += 1
             continue
         if not unit.is_validation and unit.number <= newest:
-            why = "has changed since it was imported" if unit.number in known else f"comes before step {newest}"
-            raise UserError(
-                f"{unit.where}: step {unit.number} {why}, which the run has: import the files as another run (--run)"
-            )
+            changed = unit.number in known
+            why = "has changed since it was imported" if changed else f"comes before step {newest}, which the run has"
+            raise UserError(f"{unit.where}: step {unit.number} {why}: import the files as another run (--run)")
         if unit.is_validation and unit.number < newest:  # it would count as one of newer weights
             imported.left_out["validations that come after later steps"] += 1
             continue
