@@ -119,7 +119,7 @@ def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) ->
                 "by_expert": False,
                 "seed": 0,
                 "response": "",
-                **({"response_mask": np.ones(len(ids), np.int8)} if hasattr(ids, "__len__") else {}),
+                **({"response_mask": np.ones(len(ids), np.int8)} if isinstance(ids, Sequence | np.ndarray) else {}),
                 **own,
                 "trajectory_id": branch_id(f"it{iteration:06d}-p{group:05d}-s{sample:02d}", branch),
                 "prompt_id": f"it{iteration:06d}-p{group:05d}",

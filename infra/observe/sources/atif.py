@@ -198,8 +198,10 @@ def _rows(tree: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
             "response": row["response"] if row["response"] is not None else "\n".join(told),
             "calls": calls,
         }
-        names = ("prompt_ids", "response_ids", "rollout_log_probs", "response_mask", "finish_reason", "policy_version")
-        names += ("ground_truth", "data_source", "score")
+        names = (
+            *("prompt_ids", "response_ids", "rollout_log_probs", "response_mask", "finish_reason", "policy_version"),
+            *("ground_truth", "data_source", "score"),
+        )
         columns |= {name: row.get(name) for name in names}
         columns["reward_parts"] = dict(row["reward_parts"] or ())
         yield {name: value for name, value in columns.items() if value not in (None, {})}
