@@ -24,6 +24,8 @@ from ratchet.infra.observe.sources.jsonl import JSONLines
 from ratchet.infra.runs.comparison import compare
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.rlhf.errors import UserError
+from tests.browser import chromium, live, opened, visit
+from tests.extras import needs
 from tests.integration.test_cli import Ratchet
 from tests.integration.test_cli import ratchet as recorded  # noqa: F401  (a fixture)
 from tests.integration.test_sharing import hub, online  # noqa: F401  (fixtures)
@@ -181,6 +183,31 @@ def test_the_page(store: str, name: str) -> None:
         assert (opened["response"], opened["tokens"]) == (first["response"], None)
         known = {"advantage", "log-prob less the rollout's"} if name == "tokens" else set()
         assert set(opened["quantities"]) == known
+
+
+@needs("chromium")
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_the_page_in_a_browser(store: str, width: int, scheme: str) -> None:
+    with (
+        chromium() as browser,
+        opened(browser, width=width, scheme=scheme) as page,
+        live(page, store) as url,
+    ):
+        visit(page, f"{url}#run=texts&view=answers")
+        page.wait_for_selector("#reader .response")
+        assert f"{STEPS} of {STEPS} iterations closed, computed by {TRAINER}" in page.inner_text("#now")
+        assert page.text_content("#reader .response") in {row["response"] for row in rows(STEPS - 1)}
+        shown = page.inner_text("#trajectories .browser")
+        assert "coloured" not in shown and "null" not in shown and "tokens" not in shown
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        page.click("[data-view=config]")
+        cells = page.locator("#config td").all_inner_texts()
+        assert cells == ["lr", "1e-06", "optimizer.name", "adam"]
+        page.click("[data-view=curves]")
+        page.wait_for_selector(".chart")
+        titles = page.locator("#curves h3").all_inner_texts()
+        assert titles == ["critic/score/mean: score, mean", "actor/lr: learning rate, actor"]
+        assert page.is_hidden("#time"), "its times are unknown"
 
 
 def test_a_run_without_prompts_scores_and_texts(ratchet: Callable[..., str], tmp_path: Path) -> None:
