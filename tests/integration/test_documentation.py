@@ -80,6 +80,7 @@ NOT_RUN = {
     "ratchet data prefixes": "needs a trajectory of several turns: tests/integration/test_environments_run.py",
     "ratchet fork RUN --at 3 --run NEW data.train=prompts.jsonl": "needs these prompts: the same",
     "ratchet data verifiers": "needs a taskset: tests/integration/test_packages_run.py",
+    "ratchet import dump.jsonl": "needs such a file: tests/unit/test_import_jsonl.py",
     "ratchet doctor --engines": "starts every engine, Ray and vLLM",
     "ray start": "needs several machines",
     "RAY_ADDRESS": "needs that Ray cluster and a bucket",
