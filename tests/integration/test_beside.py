@@ -1,4 +1,4 @@
-"""The story of docs/beside.md: TRL trains, its files are imported, and the iteration is found that began to exploit it."""
+"""The story of docs/beside.md: TRL trains, its files are imported, and bisect finds where the reward was exploited."""
 
 from __future__ import annotations
 
