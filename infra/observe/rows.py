@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Union, cast
 
 import numpy as np
 import pyarrow as pa
@@ -44,7 +44,7 @@ def as_rows(rows: Rows) -> list[dict[str, Any]]:
             {str(name): value for name, value in row.items() if not isinstance(value, float) or value == value}
             for row in rows.to_dict("records")
         ]
-    return [dict(row) for row in rows]
+    return [dict(row) for row in cast(Sequence[Mapping[str, Any]], rows)]
 
 
 def check_names(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
