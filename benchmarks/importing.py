@@ -29,9 +29,9 @@ def lines(rows: int, tokens: int) -> list[str]:
     def text(size: int) -> str:
         return " ".join(chance.choices(words, k=size // 5))[:size]
 
-    made = []
+    made, prompt = [], ""
     for row in range(rows):
-        prompt = text(200) if row % 8 == 0 else prompt  # noqa: F821
+        prompt = text(200) if row % 8 == 0 else prompt
         fields = {"prompt": prompt, "response": text(600), "score": chance.random(), "advantages": chance.gauss(0, 1)}
         if tokens:
             fields["response_ids"] = [chance.randrange(150_000) for _ in range(tokens)]

@@ -270,14 +270,14 @@ def _stages(run: Run, damaged: OnDamage) -> list[Stage]:
 
     progress, claim = run.progress(run.state.iteration), run.state.claim
     assert claim is not None, "run.config is the claim's"
-    committed = dict(progress)
+    known = dict(progress)
     if run.config.observed is not None and run.state.iteration:  # the next iteration will have the same stages
         try:
-            committed |= run.progress(run.state.iteration - 1)
+            known |= run.progress(run.state.iteration - 1)
         except Corrupt as damage:
             damaged(damage)
     stages = []
-    for name, label in shown_stages(run.config, claim.versions, committed).items():
+    for name, label in shown_stages(run.config, claim.versions, known).items():
         committed = run.state.stages.get(name)
         shards = run.state.shards.get(name, {})
         seconds = sum(shard.seconds for shard in shards.values()) if shards else None

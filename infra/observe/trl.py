@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from trl import GRPOTrainer, RLOOTrainer
 
-    Trainer = GRPOTrainer | RLOOTrainer
-
 LOG_PROBS = {
     "sampling_per_token_logps": (GENERATE, "rollout_log_probs"),
     "old_per_token_logps": ("old_log_probs", "old_log_probs"),
@@ -40,7 +38,7 @@ class TRLCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
     No error of it reaches the trainer once it trains; notes on standard error say what is not stored.
     """
 
-    def __init__(self, trainer: Trainer, run: str, store: str = "file://./runs") -> None:
+    def __init__(self, trainer: GRPOTrainer | RLOOTrainer, run: str, store: str = "file://./runs") -> None:
         """Wraps the trainer's generation.
 
         Args:

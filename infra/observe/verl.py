@@ -54,7 +54,7 @@ class VerlLogger:
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Takes the metrics of a step, and writes the steps before it."""
-        self._waiting[step] = self._waiting.get(step, {}) | data
+        self._waiting[step] = {**self._waiting.get(step, {}), **data}
         self._run.attempt(lambda: self._write(step))
 
     def finish(self) -> None:

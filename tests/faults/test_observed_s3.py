@@ -12,10 +12,10 @@ import s3fs
 
 from ratchet import observe
 from ratchet.infra.observe import run as observed_run
-from ratchet.infra.observe.run import STEP
 from ratchet.infra.runs.run import open_run
 from ratchet.infra.runs.verify import verify
 from ratchet.infra.store.object_store import ObjectStore
+from ratchet.rlhf.metrics import STEP
 from tests.faults.proxy import Rule, proxy
 
 

@@ -15,13 +15,13 @@ import pytest
 
 from ratchet.infra.observe import importing
 from ratchet.infra.observe.importing import Imported, import_run
-from ratchet.infra.observe.run import STEP
 from ratchet.infra.observe.sources.jsonl import JSONLines
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.runs.verify import verify
 from ratchet.infra.store.log import Fenced
 from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.metrics import STEP
 from tests import tiny
 from tests.bare_run import claimed
 

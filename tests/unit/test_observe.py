@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from ratchet import observe
 from ratchet.infra.observe import run as observed_run
 from ratchet.infra.observe.rows import aligned, generated
-from ratchet.infra.observe.run import STEP, ObservedRun
+from ratchet.infra.observe.run import ObservedRun
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.runs.verify import verify
 from ratchet.infra.store.log import Fenced
 from ratchet.infra.store.object_store import LocalBackend, ObjectStore
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.metrics import STEP
 from tests.bare_run import claimed
 
 ROWS = [
