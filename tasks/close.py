@@ -26,7 +26,6 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
     metrics = iteration_metrics(driver, iteration)
     if driver.state.iteration > iteration:  # the record of an earlier attempt was written after all
         return metrics
-    assert driver.state.stages, f"iteration {iteration} has not begun: should the previous one be closed instead?"
     version = iteration + 1
     commits: list[Commit] = []
     last = version == config.iterations

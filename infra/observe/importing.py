@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from ratchet.infra.execution.stopping import on_signals
 from ratchet.infra.observe.rows import GENERATE, check_names
 from ratchet.infra.observe.run import Step, StepWriter, Validation, observed_config
 from ratchet.infra.observe.sources.source import Content, Source, Unit, of_validation
@@ -70,13 +71,13 @@ def import_run(
     with _open(writer):
         known, validated = writer.steps(), set(writer.validations())
         imported = Imported(writer.store.url)
-        with suppress(KeyboardInterrupt):
+        stopped = threading.Event()
+        with on_signals(lambda *_: stopped.set()) if follow else nullcontext():
             units = first
             while True:
-                _add(writer, units[: len(units) - 1] if follow else units, known, validated, made, imported)
-                if not follow:
+                _add(writer, units[: len(units) - 1] if follow else units, known, validated, made, imported, stopped)
+                if not follow or stopped.wait(LOOK_S):
                     break
-                time.sleep(LOOK_S)
                 units = _in_order(source)
         if not follow:
             writer.finish()
@@ -105,10 +106,13 @@ def _add(
     validated: set[str],
     made: _Tokens | None,
     imported: Imported,
+    stopped: threading.Event,
 ) -> None:
-    """Commits those units that the run lacks."""
+    """Commits those units that the run lacks, until it is stopped."""
     newest = max(known, default=-1)
     for done, unit in enumerate(units, 1):
+        if stopped.is_set():
+            return
         if unit.digest in validated if unit.is_validation else known.get(unit.number) == unit.digest:
             imported.already += 1
             continue

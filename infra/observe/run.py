@@ -220,7 +220,7 @@ class StepWriter:
             return
         own = {**step.metrics, STEP: float(step.number)}
         self._write(iteration, _tables(step, iteration, self.source), step.digest, own)
-        self.store.close(self._committed_metrics(iteration) | own)
+        self.store.close(self._committed_metrics(iteration) | own, has_stages=bool(step.stages))
 
     def validate(self, validation: Validation) -> None:
         """Commits a validation to the open iteration. If that has one, closes it first. Raises as `commit`."""

@@ -148,7 +148,7 @@ def _of_run(run: Run, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
     """Yields the answers to chats without calls of tools, whose prompts a dataset can hold."""
     name = run.store.url.rpartition("/")[2]
     if not run.store.served_keys():
-        if not run.is_fit:
+        if run.state.claim is not None and not run.is_fit:
             run.config.require_weights()
         raise UserError(f"{name} was never served: `ratchet serve {name}` stores answers")
     by_branch: dict[str, list[dict[str, Any]]] = defaultdict(list)

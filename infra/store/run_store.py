@@ -315,15 +315,21 @@ class RunStore:
         last = self.state.pages[page]
         return last if place == PAGE - 1 else self.log.load_index(last).recent[place]
 
-    def close(self, metrics: Mapping[str, float], *also: Commit, columns: Iterable[str] = ()) -> None:
+    def close(
+        self, metrics: Mapping[str, float], *also: Commit, columns: Iterable[str] = (), has_stages: bool = True
+    ) -> None:
         """Closes the open iteration and makes other commits, in one record; raises as `RunLog.append`.
 
         Args:
             also: commits for the same record, such as a snapshot.
             columns: columns of the metrics file in addition to those of `metrics`; null if `metrics` has no value.
+            has_stages: False for an iteration of metrics alone.
         """
         with self.log.held() as state:  # other threads must not commit ahead while the index is written
             iteration = state.iteration
+            assert state.stages or also or not has_stages, (
+                f"iteration {iteration} has not begun: should the previous one be closed instead?"
+            )
             tag = self._tag(self.begin_attempt(iteration, CLOSE))
             values = {name: float(value) for name, value in metrics.items()}
             row = {name: pa.array([values.get(name)], pa.float64()) for name in dict.fromkeys((*columns, *values))}

@@ -204,8 +204,6 @@ def in_background(work: Callable[[], None]) -> tuple[threading.Thread, list[Base
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
-    # a shell starts what runs in its background without a handler
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=run)
     thread.start()
     return thread, errors
