@@ -12,11 +12,11 @@ import pytest
 
 from ratchet import observe
 from ratchet.infra.observe.importing import import_run
-from ratchet.infra.observe.run import STEP
 from ratchet.infra.observe.sources.jsonl import JSONLines
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.runs.verify import verify
 from ratchet.infra.store.object_store import ObjectStore
+from ratchet.rlhf.metrics import STEP
 from tests.processes import Fault, Processes
 from tests.tiers import sampled
 
