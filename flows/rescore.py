@@ -48,7 +48,7 @@ def rescoring_config(
     if parent.state.iteration == 0:
         raise UserError(f"{source} has not closed an iteration yet: there is nothing to score again")
     if reward is None and not any(change.startswith("reward.") for change in overrides):
-        parent.config.require_own("does not know its reward", "name one with --reward, or reward.model=PATH")
+        parent.config.require_own("has no reward for it", "name one with --reward, or reward.model=PATH")
     if learn:
         parent.config.require_own("cannot train on it", "leave --train out to only score its answers")
     changes = {

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import TRAJECTORY, trajectory_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Num
@@ -89,6 +89,24 @@ class TrajectoryBatch:
         """Returns the length of each trajectory in a per-token column, in tokens; shape (batch,)."""
         offsets = self.array(name).offsets.to_numpy()
         return np.diff(offsets)
+
+    def trajectory_index(self) -> np.ndarray:
+        """Returns for each row the number of its trajectory, in order of first appearance, shape (batch,).
+
+        A trajectory is one row, unless an agent edited its conversation, which starts another branch. All branches have
+        the trajectory's score. Code that compares or counts trajectories looks at the last branch of each; code that
+        trains on them gives every branch the advantage of its trajectory.
+        """
+        numbers: dict[str, int] = {}
+        names = map(trajectory_of, self.list("trajectory_id"))
+        return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
+
+    def last_branches(self) -> np.ndarray:
+        """Returns the row of each trajectory's last branch, in order, shape (trajectories,)."""
+        index = self.trajectory_index()
+        last = np.zeros(index.max(initial=-1) + 1, dtype=np.int64)
+        last[index] = np.arange(len(index))  # of equal indices, the last assignment counts
+        return last
 
     def only(self, trajectory_ids: pa.Array) -> TrajectoryBatch:
         """Returns the trajectories with the given ids, in the order of this batch."""

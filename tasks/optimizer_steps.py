@@ -14,7 +14,6 @@ from ratchet.rlhf.seeding import generator
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.learning_rate import learning_rate
 from ratchet.rlhf.train.performance import utilization
-from ratchet.tasks.branches import trajectory_index
 
 
 def optimizer_steps(
@@ -32,7 +31,7 @@ def optimizer_steps(
             count them.
     """
     rows = np.flatnonzero([sum(mask) > 0 for mask in context.batch.list("loss_mask")])
-    trajectories = trajectory_index(context.batch)
+    trajectories = context.batch.trajectory_index()
     # a quarter of all trajectories, masked ones included: with many of these there are fewer steps, not smaller ones
     size = trainer.mini_batch_trajectories or max(1, len(np.unique(trajectories)) / STEPS)
     _, index = np.unique(trajectories[rows], return_inverse=True)

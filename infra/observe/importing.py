@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,8 +69,8 @@ def import_run(
     if not first and not follow:
         raise UserError("there is no complete step in these files")
     with _open(writer):
-        known, validated = writer.steps(), set(writer.validations())
-        imported = Imported(writer.store.url)
+        known, validated = writer.imported()
+        imported = Imported(writer.store.url, already=sum(_is_there(unit, known, validated) for unit in first))
         stopped = threading.Event()
         with on_signals(lambda *_: stopped.set()) if follow else nullcontext():
             units = first
@@ -113,8 +113,7 @@ def _add(
     for done, unit in enumerate(units, 1):
         if stopped.is_set():
             return
-        if unit.digest in validated if unit.is_validation else known.get(unit.number) == unit.digest:
-            imported.already += 1
+        if _is_there(unit, known, validated):
             continue
         if not unit.is_validation and unit.number <= newest:
             changed = unit.number in known
@@ -122,6 +121,7 @@ def _add(
             raise UserError(f"{unit.where}: step {unit.number} {why}: import the files as another run (--run)")
         if unit.is_validation and unit.number < newest:  # it would count as one of newer weights
             imported.left_out["validations that come after later steps"] += 1
+            validated.add(unit.digest)  # counted once, however often `follow` looks
             continue
         content = _read(unit, made)
         imported.left_out.update(content.left_out)
@@ -142,6 +142,10 @@ def _add(
             raise UserError(f"{unit.where}: step {unit.number}: {error}") from None
         imported.trajectories += len(rows)
         report(StepProgress("importing", done, len(units)))
+
+
+def _is_there(unit: Unit, known: Mapping[int, str], validated: Collection[str]) -> bool:
+    return unit.digest in validated if unit.is_validation else known.get(unit.number) == unit.digest
 
 
 def _read(unit: Unit, made: _Tokens | None) -> Content:

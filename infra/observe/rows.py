@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ratchet.infra.store.run_store import CLOSE, JOURNAL, VALIDATE
+from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.errors import UserError, counted, in_one_line
-from ratchet.rlhf.schema import PARTS, TRAJECTORY, branch_id, trajectory_of
+from ratchet.rlhf.schema import PARTS, TRAJECTORY, branch_id
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -175,7 +176,7 @@ def metrics_of(stage: str, table: pa.Table) -> dict[str, float]:
             if column in table.column_names and table[column].null_count == 0 and len(table):
                 metrics |= _spread(name, pc.list_value_length(table[column]).to_numpy().astype(float))
     elif stage == SCORE:
-        table = last_branches(table)
+        table = of_trajectories(table)
         if "score" in table.column_names:
             scores = table["score"].drop_null().to_numpy().astype(float)
             scores = scores[np.isfinite(scores)]
@@ -197,10 +198,10 @@ def metrics_of(stage: str, table: pa.Table) -> dict[str, float]:
     return metrics
 
 
-def last_branches(table: pa.Table) -> pa.Table:
-    """Selects a row of each trajectory: that of its last conversation, which stands for it where trajectories count."""
-    last = {trajectory_of(row_id): place for place, row_id in enumerate(table["trajectory_id"].to_pylist())}
-    return table if len(last) == len(table) else table.take(sorted(last.values()))
+def of_trajectories(table: pa.Table) -> pa.Table:
+    """Selects the row that stands for each trajectory where trajectories count: that of its last conversation."""
+    batch = TrajectoryBatch(table)
+    return batch.take(batch.last_branches()).table
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

@@ -29,8 +29,8 @@ from ratchet.infra.observe.rows import (
     as_rows,
     check_names,
     generated,
-    last_branches,
     metrics_of,
+    of_trajectories,
 )
 from ratchet.infra.runs.forks import fork
 from ratchet.infra.store.clock import now
@@ -181,23 +181,17 @@ class StepWriter:
             )
             claim(self.store, config, initial={}, computes=False)
 
-    def steps(self) -> dict[int, str]:
-        """Returns the numbers of the steps that the run has, each with the digest of what it was imported from."""
-        store, known = self.store, {}
-        for iteration in range(store.state.iteration):
-            index = store.log.load_index(store.index_of(iteration))
-            if (stages := _trained(index)) or VALIDATE not in index.stages:
-                known[int(index.metric_values[STEP])] = min((stage.fingerprint for stage in stages), default="")
-        return known
-
-    def validations(self) -> dict[str, int]:
-        """Returns the digests of what validations were imported from, each with the iteration."""
-        store, known = self.store, {}
+    def imported(self) -> tuple[dict[int, str], set[str]]:
+        """Returns the digest of what each step was imported from, by the step's number, and those of validations."""
+        store, steps, validations = self.store, dict[int, str](), set[str]()
         for iteration in range(store.state.iteration + 1):
-            commit = store.committed_stage(iteration, VALIDATE)
-            if isinstance(commit, StageCommit):
-                known[commit.fingerprint] = iteration
-        return known
+            state = store.iteration_state(iteration)
+            if isinstance(validated := state.stages.get(VALIDATE), StageCommit):
+                validations.add(validated.fingerprint)
+            stages = _trained(state)
+            if iteration < store.state.iteration and (stages or validated is None):
+                steps[int(state.metric_values[STEP])] = min((stage.fingerprint for stage in stages), default="")
+        return steps, validations
 
     def commit(self, step: Step) -> None:
         """Commits a step: its stages, then its metrics, which close the iteration.
@@ -358,7 +352,7 @@ def _validated(table: pa.Table) -> dict[str, float]:
         return {}
     rows = [
         row
-        for row in last_branches(table).select(["data_source", "prompt_id", "response", "score"]).to_pylist()
+        for row in of_trajectories(table).select(["data_source", "prompt_id", "response", "score"]).to_pylist()
         if row["score"] is not None
     ]
     sizes: dict[str, int] = {}
@@ -555,7 +549,7 @@ class ObservedRun:
         except UserError as error:
             _tell(f"{self._name}: {what} is not stored: {error}")
 
-    def _patiently(self, work: Any, waits: str) -> None:
+    def _patiently(self, work: Callable[[], object], waits: str) -> None:
         """Does something again and again until the store answers, or the time after `close` is up."""
         said = False
         while True:

@@ -11,7 +11,8 @@ from transformers import TrainerCallback
 from ratchet.infra.observe.rows import ADVANTAGES, GENERATE, SCORE
 from ratchet.infra.observe.run import ObservedRun, ObservedStep, start
 from ratchet.infra.observe.sources.source import SOURCE
-from ratchet.infra.observe.sources.trl import named
+from ratchet.infra.observe.sources.trl import UNSCORED, named
+from ratchet.rlhf.errors import RatchetError, in_one_line
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -112,13 +113,25 @@ class TRLCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
         """Takes a generation batch of all processes."""
         from accelerate.utils import gather_object
 
-        tokens = gather_object(_tokens(outputs))  # by all processes
-        asked = gather_object([{name: value for name, value in row.items() if name != "prompt"} for row in inputs])
+        try:
+            own: list[dict[str, Any] | str] = [
+                drawn | {"asked": {name: value for name, value in row.items() if name != "prompt"}}
+                for drawn, row in zip(_tokens(outputs), inputs, strict=True)
+            ]
+        except Exception as error:  # another version of TRL; the other processes wait for this one
+            own = [f"{type(error).__name__}: {in_one_line(error)}"]
+        gathered = gather_object(own)
         if self._run is not None:
             run = self._run
-            run.attempt(lambda: self._take(run, self._rows(tokens, asked)))
+            run.attempt(lambda: self._take(run, gathered))
 
-    def _take(self, run: ObservedRun, rows: Sequence[Mapping[str, dict[str, Any]]]) -> None:
+    def _take(self, run: ObservedRun, gathered: Sequence[dict[str, Any] | str]) -> None:
+        drawn = [row for row in gathered if not isinstance(row, str)]
+        if len(drawn) < len(gathered):
+            raise RatchetError(
+                f"the trainer's outputs are not as expected: {next(row for row in gathered if isinstance(row, str))}"
+            )
+        rows = self._rows(drawn)
         if self._trainer.model.training:
             self._close_step()
             self._step = run.step(self._trainer.state.global_step + 1)
@@ -140,45 +153,44 @@ class TRLCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not
             if self._run is not None:
                 self._run.validation(rows)
 
-    def _rows(
-        self, tokens: Sequence[Mapping[str, Any]], asked: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, dict[str, Any]]]:
+    def _rows(self, drawn: Sequence[Mapping[str, Any]]) -> list[dict[str, dict[str, Any]]]:
         """Returns the columns of each trajectory by stage, in TRL's order: the samples of a prompt are neighbours."""
-        trainer, count = self._trainer, len(tokens)
+        trainer, count = self._trainer, len(drawn)
         logs = trainer._logs
         training = trainer.model.training
         group = trainer.num_generations if training else trainer.num_generations_eval
+        first = 0 if training else len(self._held_out)  # an evaluation may have several batches
         prompts, completions, advantages = (
             list(logs[name])[-count:] for name in ("prompt", "completion", "advantages")
         )
         rewards = {name: list(values)[-count:] for name, values in logs["rewards"].items()}
         weights = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True))
         rows = []
-        for number, (drawn, other) in enumerate(zip(tokens, asked, strict=True)):
+        for number, row in enumerate(drawn):
+            other = row["asked"]
             parts = {name: values[number] for name, values in rewards.items() if math.isfinite(values[number])}
             columns: dict[str, dict[str, Any]] = {
                 GENERATE: {
-                    "prompt_id": str(number // group),
+                    "prompt_id": str((first + number) // group),
                     "prompt": prompts[number],
-                    "response": self._text(completions[number], drawn["ids"]),
-                    "prompt_ids": drawn["prompt_ids"],
-                    "response_ids": drawn["ids"],
-                    "finish_reason": self._ending(drawn["ids"]),
-                    **({} if drawn["tool_mask"] is None else {"response_mask": drawn["tool_mask"]}),
+                    "response": self._text(completions[number], row["ids"]),
+                    "prompt_ids": row["prompt_ids"],
+                    "response_ids": row["ids"],
+                    "finish_reason": self._ending(row["ids"]),
+                    **({} if row["tool_mask"] is None else {"response_mask": row["tool_mask"]}),
                     **({"ground_truth": other["ground_truth"]} if "ground_truth" in other else {}),
                 },
-                SCORE: {
-                    "score": sum(weights[name] * value for name, value in parts.items()) if parts else math.nan,
-                    "reward_parts": parts,
-                },
+                SCORE: {"score": sum(weights[name] * value for name, value in parts.items()), "reward_parts": parts}
+                if parts
+                else {"reward_error": UNSCORED},
                 "old_log_probs": {},
                 "ref_log_probs": {},
                 ADVANTAGES: {"advantages": advantages[number]},
                 SOURCE: {f"source_{name}": value for name, value in other.items() if name != "ground_truth"},
             }
             for name, (stage, column) in LOG_PROBS.items():
-                if drawn["log_probs"].get(name) is not None:
-                    columns[stage][column] = drawn["log_probs"][name]
+                if row["log_probs"].get(name) is not None:
+                    columns[stage][column] = row["log_probs"][name]
             rows.append(columns)
         return rows
 

@@ -1,19 +1,11 @@
-"""`trainer.logger=[console,ratchet]`: writes what verl computes, while it trains.
-
-verl loads this module by itself (the entry point ``verl.plugins``, verl 0.9 or later), or by
-``VERL_USE_EXTERNAL_MODULES=ratchet.infra.observe.verl``. Metrics come from verl's tracking. Generations are those that
-verl dumps: set `trainer.rollout_data_dir`, and `trainer.validation_data_dir`.
-"""
+"""Writes what verl computes, while it trains: metrics of its tracking, and the generations that it dumps."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import wraps
 from pathlib import Path
 from typing import Any
-
-from verl.utils.tracking import Tracking
 
 from ratchet.infra.observe.rows import GENERATE
 from ratchet.infra.observe.run import ObservedRun, start
@@ -22,7 +14,6 @@ from ratchet.infra.observe.sources.source import Content, finite, of_validation
 from ratchet.infra.observe.sources.verl import generations
 from ratchet.infra.progress import note
 
-NAME = "ratchet"
 STORE = "RATCHET_STORE"
 """The environment variable of the folder of runs."""
 
@@ -81,33 +72,3 @@ class VerlLogger:
         """Reads the generations of a step; none if verl did not dump them."""
         file = (folder or Path()) / f"{number}.jsonl"
         return generations(file).stages if folder is not None and file.is_file() and not is_cut(file) else {}
-
-
-def _register() -> None:
-    if NAME in Tracking.supported_backend:
-        return
-    Tracking.supported_backend.append(NAME)
-    original, finish = Tracking.__init__, Tracking.finish
-
-    @wraps(original)
-    def init(
-        self: Any,
-        project_name: str,
-        experiment_name: str,
-        default_backend: str | list[str] = "console",
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        original(self, project_name, experiment_name, default_backend, config)
-        if NAME in ([default_backend] if isinstance(default_backend, str) else default_backend):
-            self.logger[NAME] = VerlLogger(experiment_name, config)
-
-    @wraps(finish)
-    def finished(self: Any, *args: Any, **kwargs: Any) -> None:
-        if (logger := self.logger.pop(NAME, None)) is not None:
-            logger.finish()
-        finish(self, *args, **kwargs)
-
-    Tracking.__init__, Tracking.finish = init, finished
-
-
-_register()

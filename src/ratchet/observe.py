@@ -6,7 +6,7 @@
 ...         run.step(k).write("generate", rows).write("score", scores).metrics({"actor/lr": 1e-6}).close()
 
 TRL, prime-rl and verifiers have hooks: `TRLCallback`, `PrimeRLMonitor`, `VerifiersHook`. verl loads its own
-(`ratchet.infra.observe.verl`).
+(`ratchet.infra.observe.verl_plugin`).
 """
 
 from __future__ import annotations

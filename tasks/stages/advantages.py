@@ -24,7 +24,6 @@ from ratchet.rlhf.config.user_algorithms import AnyAdvantage, loaded
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.schema import TRAJECTORY, parts_of
 from ratchet.rlhf.stage_config import StageConfig, key
-from ratchet.tasks.branches import last_branches, trajectory_index
 from ratchet.tasks.stage import RowsStage
 
 
@@ -62,7 +61,7 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
     is_supervised = torch.zeros_like(by_expert) if config.experts.compares else by_expert
     # each supervised answer is a group of its own, so that no other is compared with it
     inputs["group_ids"][is_supervised] = len(batch) + torch.arange(int(is_supervised.sum()))
-    index, last = torch.from_numpy(trajectory_index(batch)), torch.from_numpy(last_branches(batch))
+    index, last = torch.from_numpy(batch.trajectory_index()), torch.from_numpy(batch.last_branches())
     teaches = estimator.teaches(scores[last], mask[last].sum(-1), inputs["group_ids"][last])[index] & ~is_supervised
     if "greedy_scores" in estimator.needs:
         has_baseline = torch.from_numpy(batch.array("greedy_score").is_valid().to_numpy(zero_copy_only=False))

@@ -21,7 +21,6 @@ from ratchet.rlhf.rewards.functions import TAIL_CHARACTERS, RewardFailed, Score,
 from ratchet.rlhf.schema import TRAJECTORY, parts_of
 from ratchet.rlhf.stage_config import StageConfig, section
 from ratchet.rlhf.validation import add
-from ratchet.tasks.branches import last_branches, trajectory_index
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.reward_model import is_complete, model_scores
 
@@ -67,7 +66,7 @@ def score(context: Context[ScoreConfig]) -> ShardOutput[ScoreSummary]:
     The last branch of a trajectory is scored, and all its branches get that score.
     """
     config, rows = context.config.reward, context.batch
-    index, last = trajectory_index(rows), last_branches(rows)
+    index, last = rows.trajectory_index(), rows.last_branches()
     batch = rows if len(last) == len(rows) else rows.take(last)
     columns = scores(context, config, None, batch)
     _, group = np.unique(batch.numpy("prompt_id").astype(str), return_inverse=True)

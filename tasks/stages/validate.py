@@ -18,7 +18,6 @@ from ratchet.rlhf.rollout.engine import Sampling
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.rlhf.validation import Sums, means, reported, sums
-from ratchet.tasks.branches import last_branches
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.generate import (
     Prompts,
@@ -105,7 +104,7 @@ def begin(context: Context[ValidateConfig]) -> ShardStart:
 def validate(context: Context[ValidateConfig]) -> ShardOutput[ValidateSummary]:
     config = context.config
     answers = trajectories(context, prompts_of(context))
-    answers = answers.take(last_branches(answers))
+    answers = answers.take(answers.last_branches())
     scored = scores(context, config.reward, config.reward.model, answers)
     complete = is_complete(answers)
     kept = counting(config.reward.on_error, scored["reward_error"]) & complete

@@ -66,7 +66,7 @@ class Trained:
                 **settings,
             ),
             train_dataset=data,
-            eval_dataset=data.select(range(2)),
+            eval_dataset=data.select(range(4)),
             processing_class=AutoTokenizer.from_pretrained(self.root / "model", padding_side="left"),
         )
         if run is not None:
@@ -110,7 +110,8 @@ def test_trl_writes_tokens_rewards_and_advantages_and_trains_as_without(name: st
     of_batch = [logged[step]["grad_norm"] for step in ((1, 2) if name == "GRPO" else (1,))]
     assert metrics["actor/grad_norm"][0] == pytest.approx(np.mean(of_batch))
     held_out = run.validation()
-    assert held_out.groupby("iteration").size().to_dict() == ({1: 8, 2: 8} if name == "GRPO" else {2: 8, 4: 8})
+    assert held_out.groupby("iteration").size().to_dict() == ({1: 16, 2: 16} if name == "GRPO" else {2: 16, 4: 16})
+    assert (held_out.groupby(["iteration", "prompt_id"])["prompt"].agg(["nunique", "size"]) == [1, 4]).all(axis=None)
 
 
 def test_a_resumed_trainer_of_trl_repeats_steps_in_a_fork(tmp_path: Path) -> None:
@@ -139,7 +140,8 @@ def test_a_store_that_refuses_is_said_before_the_first_step(tmp_path: Path) -> N
 VERL_PROGRAM = """
 import json, sys
 from pathlib import Path
-import ratchet.infra.observe.verl
+import ratchet.infra.observe.verl_plugin
+assert "ratchet.infra.observe.run" not in sys.modules
 from verl.utils.tracking import Tracking
 root = Path(sys.argv[1])
 trainer = {"rollout_data_dir": str(root / "rollouts"), "validation_data_dir": str(root / "held_out")}

@@ -335,7 +335,7 @@ def test_rescore(recorded: Ratchet, store: str, tmp_path: Path) -> None:  # noqa
 
 def test_what_rescore_refuses(store: str) -> None:
     for arguments, says in (
-        ({"reward": None}, r"does not know its reward: name one with --reward"),
+        ({"reward": None}, r"has no reward for it: name one with --reward"),
         ({"learn": True}, r"cannot train on it: leave --train out"),
         ({"overrides": ["train.updates=true"]}, r"data\.train is \[\]: name prompt files"),
         ({"overrides": ["validation.data=a.parquet"]}, r"data\.train is \[\]: name prompt files"),

@@ -41,6 +41,7 @@ SETTINGS = (
     "trial_params",
 )
 """Fields of trainer_state.json that are settings of the run."""
+UNSCORED = "no reward function scored it"
 NAMES = {
     "policy_loss": "actor/pg_loss",
     "grad_norm": "actor/grad_norm",
@@ -190,7 +191,7 @@ def _columns(row: Mapping[str, Any], rewards: Mapping[str, float]) -> dict[str, 
         if parts:
             columns["score"] = sum(rewards[name] * value for name, value in parts.items())
         else:
-            columns["reward_error"] = "no reward function scored it"
+            columns["reward_error"] = UNSCORED
     return columns
 
 
