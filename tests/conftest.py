@@ -86,6 +86,13 @@ def common(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_rank() -> Iterator[None]:
+    """Forgets the rank that DeepSpeed's engine gave this process: Accelerate in a child would wait for other ranks."""
+    yield
+    os.environ.pop("LOCAL_RANK", None)
+
+
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yields the API's URL of a real Prefect server, which this process and its children use."""
