@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from datasets import Dataset
 from transformers import AutoTokenizer
+from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from ratchet.infra.runs.run import open_run
@@ -73,6 +74,7 @@ def seconds(options: argparse.Namespace, store: str | None) -> tuple[float, floa
             train_dataset=Dataset.from_list([{"prompt": f"Count from {number}:"} for number in range(256)]),
             processing_class=AutoTokenizer.from_pretrained(options.model, padding_side="left"),
         )
+        trainer.remove_callback(PrinterCallback)
         callback = None
         if store is not None:
             callback = Timed(trainer, "watched", store)
