@@ -65,6 +65,11 @@ RULES = (
         _above("actor/pg_clipfrac", CLIPPED_SHARE),
     ),
     _Rule(
+        "canary/problem",
+        "the rollout has other weights than the actor (docs/rollouts.md, Did they arrive?)",
+        _above("canary/problem", 0.5),
+    ),
+    _Rule(
         "rollout_corr/k3_kl",
         f"rollout and trainer differ by more than {MISMATCH} nats per token",
         _above("rollout_corr/k3_kl", MISMATCH),

@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -33,6 +33,7 @@ from ratchet.rlhf.config.counterparts import SOURCES, Counterpart, Source
 from ratchet.rlhf.metrics import METRICS, timer
 from ratchet.rlhf.models import families
 from ratchet.rlhf.schema import TRAJECTORY, Column
+from ratchet.tasks.canary import CANARY_COLUMNS
 from ratchet.tasks.pipeline import STAGES, names_of
 from ratchet.tasks.stage import RowsStage
 
@@ -393,9 +394,18 @@ def columns() -> str:
     parts.append(
         "## `served`\n\nThe answers of `ratchet serve` ([agents.md](agents.md#serving-a-policy)), a row each.\n\n"
     )
-    parts.append("| column | type | meaning |\n|---|---|---|\n")
-    parts += [f"| `{name}` | {_type(kind)} | {meaning} |\n" for name, (kind, meaning) in CALL_COLUMNS.items()]
+    parts += _plain_table(CALL_COLUMNS)
+    parts.append(
+        "\n## `canaries`\n\nThe checks that the rollout has the actor's weights "
+        "([rollouts.md](rollouts.md#did-they-arrive)), a row for each text and engine.\n\n"
+    )
+    parts += _plain_table(CANARY_COLUMNS)
     return "".join(parts).rstrip() + "\n"
+
+
+def _plain_table(columns: Mapping[str, tuple[pa.DataType, str]]) -> list[str]:
+    rows = [f"| `{name}` | {_type(kind)} | {meaning} |\n" for name, (kind, meaning) in columns.items()]
+    return ["| column | type | meaning |\n|---|---|---|\n", *rows]
 
 
 MODELS_HEAD = """# Models

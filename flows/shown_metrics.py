@@ -76,6 +76,7 @@ CATALOGUE = (
     Display("perf/time_per_step", REPORT),
     Display("timing_s/update_weights", PAGES | REPORT),
     Display("perf/weight_sync_bytes", REPORT),
+    Display("canary/difference", REPORT),
     Display("timing_s/stages", LINE | STATUS, ".1f"),
 )
 

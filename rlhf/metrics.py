@@ -276,6 +276,27 @@ METRICS = (
         "bytes",
         "the rollout does not share the actor's tensors",
     ),
+    Metric(
+        "canary/difference",
+        CLOSE,
+        "mean difference of rollout and trainer on fixed texts, over 1 + abs(log-prob); the largest of the engines",
+        "nat/nat",
+        "the rollout got new weights, and does not share the actor's tensors",
+    ),
+    Metric(
+        "canary/problem",
+        CLOSE,
+        "1: the rollout had other weights than the actor, by the check after the newest transfer",
+        "0 or 1",
+        "`canary/difference`",
+    ),
+    Metric(
+        "canary/tolerance",
+        CLOSE,
+        "the `canary/difference` above which the rollout has other weights",
+        "nat/nat",
+        "`canary/difference`",
+    ),
     Metric("perf/total_num_tokens", CLOSE, "tokens of prompts and responses", "tokens", "`advantages`"),
     Metric("perf/throughput", CLOSE, "total_num_tokens per second and device", "tokens per second", _ALL_OWN),
     Metric(

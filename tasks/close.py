@@ -46,6 +46,12 @@ def finalize(driver: Driver, iteration: int) -> dict[str, float]:
             commits = driver.snapshots.finish()
         metrics["timing_s/save_checkpoint"] = time.perf_counter() - started
     metrics |= driver.weight_sync.take().metrics()
+    if (checked := driver.state.canary) is not None and checked.iteration == iteration:
+        metrics |= {
+            "canary/difference": checked.difference,
+            "canary/tolerance": checked.tolerance,
+            "canary/problem": float(checked.problem is not None),
+        }
     store.close(metrics, *commits, columns=names(validation_columns(driver)))
     report(IterationClosed(iteration=iteration, metrics=metrics))
     return metrics

@@ -21,6 +21,7 @@ from ratchet.infra.workers.worker import Worker
 from ratchet.infra.workers.worker_groups import WorkerGroup
 from ratchet.rlhf.config.roles import weights_of
 from ratchet.rlhf.errors import NotFinite
+from ratchet.tasks import canary
 from ratchet.tasks.pipeline import update_of
 from ratchet.tasks.stage import UpdateStage
 
@@ -68,10 +69,16 @@ def restore(driver: Driver, role: str, weights: Weights) -> None:
 
 def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
     """Copies the actor's weights to a rollout that has its own tensors."""
+    # first: with `offload_when_idle` the actor would take the devices from a rollout that has just got its weights
+    if canary.needs_actor(driver, weights):
+        ensure_weights(driver, "actor", weights)
+    expected = canary.expected(driver, weights)
     started = time.perf_counter()
     moved = group.call(Worker.copy_to_rollout, weights)
     nbytes = _from_elsewhere(driver, group, weights) if moved is None else moved
     driver.weight_sync.count(time.perf_counter() - started, nbytes)
+    if expected is not None:
+        canary.check(driver, group, weights, expected)
 
 
 def _from_elsewhere(driver: Driver, group: WorkerGroup, weights: Weights) -> int:

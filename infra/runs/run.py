@@ -281,6 +281,17 @@ class Run:
         frame: pd.DataFrame = served(self.store, damaged).to_pandas()
         return frame
 
+    def canary(self, iteration: int) -> pd.DataFrame:
+        """Returns the newest check of the rollout's weights in an iteration, a row for each text and engine;
+        docs/columns.md describes the columns. Empty if no weights were transferred in it."""
+        import pandas as pd
+
+        checked = self.store.iteration_state(iteration).canary
+        if checked is None or checked.iteration != iteration:
+            return pd.DataFrame()
+        frame: pd.DataFrame = self.store.read_shard(checked.data).to_pandas()
+        return frame
+
     def metrics(self, last: int | None = None, damaged: OnDamage = refuse) -> pd.DataFrame:
         """Returns the metrics of the newest `last` closed iterations, or of all, one row per iteration. Reads one index
         for each."""

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 SCHEMA_VERSION = 1
 """To change the stored form of a model, increase this, and migrate older ones in `infra.store.log.check_version`."""
+CANARIES = 3
+"""Number of passed checks of the rollout's weights whose differences are remembered."""
 PAGE = 64
 """Number of closed iterations in a page of the history. Finding an iteration's index takes at most two reads."""
 
@@ -172,6 +174,24 @@ class Diverged(Frozen):
     replayed: str
 
 
+class CanaryCheck(Frozen):
+    """A check that the rollout has the actor's weights, made after a transfer; see `ratchet.rlhf.rollout.canary`."""
+
+    kind: Literal["canary"] = "canary"
+    iteration: int
+    """The iteration that was open."""
+    weights: Weights
+    data: ShardRef
+    """The texts and their log-probs."""
+    engine: str
+    """Digest of what the size of differences depends on: the engine's config and the type of the weights."""
+    difference: float
+    """The largest one of the rollout's engines."""
+    tolerance: float
+    problem: str | None = None
+    """What is wrong with the rollout's weights, as a sentence; None: nothing."""
+
+
 class Expire(Frozen):
     """The expiry of a snapshot, whose files may be deleted."""
 
@@ -243,6 +263,10 @@ class RunState(StoredModel):
     """Newest journals of the open iteration, by stage."""
     ahead: dict[int, Ahead] = {}
     """Later iterations that have commits."""
+    canary: CanaryCheck | None = None
+    """The newest check of the rollout's weights."""
+    canary_differences: list[float] = []
+    """Differences of the first checks that passed with the present engine."""
     metrics: ShardRef | None = None
     """In an index: the metrics file of the iteration that it closes."""
     metric_values: dict[str, float] = {}
@@ -311,6 +335,12 @@ class RunState(StoredModel):
                 self.snapshots[commit.version] = dict(commit.roles)
             case Diverged():
                 pass
+            case CanaryCheck():
+                if self.canary is not None and self.canary.engine != commit.engine:
+                    self.canary_differences = []
+                if commit.problem is None and len(self.canary_differences) < CANARIES:
+                    self.canary_differences = [*self.canary_differences, commit.difference]
+                self.canary = commit
             case Expire():
                 self.snapshots.pop(commit.version, None)
             case Finalize():
@@ -375,7 +405,18 @@ class Fork(Frozen):
 
 
 Commit = Annotated[
-    Fork | Claim | ShardCommit | StageCommit | Journal | Assigned | Skip | Snapshot | Diverged | Expire | Finalize,
+    Fork
+    | Claim
+    | ShardCommit
+    | StageCommit
+    | Journal
+    | Assigned
+    | Skip
+    | Snapshot
+    | Diverged
+    | CanaryCheck
+    | Expire
+    | Finalize,
     Field(discriminator="kind"),
 ]
 
@@ -383,7 +424,7 @@ Commit = Annotated[
 def named_here(commit: Commit) -> list[ObjectRef]:
     """Lists the objects that a commit names in its own run's folder, except snapshots, which may expire."""
     refs: list[ObjectRef] = []
-    if isinstance(commit, ShardCommit):
+    if isinstance(commit, ShardCommit | CanaryCheck):
         refs = [commit.data]
     elif isinstance(commit, StageCommit):
         refs = [commit.manifest]

@@ -128,6 +128,10 @@ class RunStore:
         """
         return self._write_table(f"{_journal_prefix(iteration)}{stage}.{self._tag(number)}.parquet", table)
 
+    def write_canary(self, version: int, table: pa.Table) -> ShardRef:
+        """Writes a check of the rollout's weights of a version. A `CanaryCheck` commits the file."""
+        return self._write_table(f"canaries/{version:06d}.{self._tag(next(_numbers))}.parquet", table)
+
     def write_calls(self, iteration: int, stage: str, term: int, table: pa.Table) -> None:
         """Writes answers before agents' programs receive them, or turns before and after a durable environment answers
         them. A driver that resumes the stage adopts the file."""
@@ -524,6 +528,7 @@ _WRITTEN = re.compile(
             rf"trajectories/[^/]+/iteration=\d+/{_TAG}-part-\d+\.parquet",
             rf"journals/iteration=\d+/(calls/[^/]+/[0-9a-f]+|[^/]+)\.{_TAG}\.parquet",
             rf"manifests/iteration=\d+/[^/]+\.{_TAG}\.json",
+            rf"canaries/\d+\.{_TAG}\.parquet",
             rf"metrics/iteration=\d+\.{_TAG}\.parquet",
             rf"index/\d+\.{_TAG}\.json",
             rf"checkpoints/[^/]+/\d+\.{_TAG}/"

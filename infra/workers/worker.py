@@ -51,7 +51,7 @@ from ratchet.rlhf.errors import EngineLost, NotFinite
 if TYPE_CHECKING:
     from ratchet.rlhf.agents.agent_loop import Generator
     from ratchet.rlhf.environments.dialogues import Dialogue
-    from ratchet.rlhf.rollout.engine import RolloutEngine
+    from ratchet.rlhf.rollout.engine import RolloutEngine, Scored
 
 WAIT_S = 1.0
 """Longest time in seconds for which a worker waits for a complete trajectory."""
@@ -339,6 +339,41 @@ class Worker:
     def rollout_is_actor(self) -> bool:
         """True if the rollout shares the actor's tensors."""
         return self.engines.owner("rollout") == "actor"
+
+    def log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Computes the actor's log-probs of each text's tokens but the first, at temperature 1."""
+        with self._computing["actor"]:
+            batch = TrajectoryBatch.of(
+                {"prompt_ids": [text[:1] for text in texts], "response_ids": [text[1:] for text in texts]}
+            )
+            tokens = sum(map(len, texts))
+            outputs = self.engines.model("actor").infer(
+                batch, ("log_probs",), temperature=1.0, micro_batch_tokens=tokens
+            )
+            log_probs: list[list[float]] = outputs["log_probs"].to_pylist()
+            return log_probs
+
+    def score(self, texts: Sequence[Sequence[int]], drawn: int) -> dict[str, list[Scored]]:
+        """Lets every engine of the rollout score texts; see `RolloutEngine.score`. Returns their answers by name."""
+        try:
+            engine = self.engines.rollout()  # on all ranks
+            # all ranks have the same servers
+            asks = ranks.rank() == 0 if self.config.rollout.engine.outlives_runs else self.engines.team.leads
+            own = engine.score(texts, drawn) if asks else {}
+        except EngineLost:  # its replacement starts without the weights
+            self._rollout_weights.end()
+            raise
+        everyone = ranks.gathered(own)
+        several = sum(map(bool, everyone)) > 1
+        return {
+            name or ("the rollout" if not several else f"the rollout of rank {rank}"): scored
+            for rank, answers in enumerate(everyone)
+            for name, scored in answers.items()
+        }
+
+    def distrust_rollout(self) -> None:
+        """Forgets which weights the rollout holds, so that they are transferred again."""
+        self._held.lose("rollout")
 
     def copy_to_rollout(self, weights: Weights) -> int | None:
         """Copies the actor's weights to the rollout of this process. Returns the bytes moved; None: the actor has other

@@ -336,6 +336,16 @@ class RolloutEngineConfig(EngineConfig):
     loads_adapters: ClassVar[bool] = True
 
     @property
+    def scores_texts(self) -> bool:
+        """True if it can compute the log-probs of given tokens; see `rollout.canary`."""
+        return True
+
+    @property
+    def rounds_weights(self) -> bool:
+        """True if it generates with weights of fewer bits than the trainer's."""
+        return False
+
+    @property
     def devices(self) -> int:
         """Number of GPUs that one engine spans."""
         return 1
@@ -400,6 +410,10 @@ class VLLMConfig(RolloutEngineConfig):
         return self
 
     @property
+    def rounds_weights(self) -> bool:
+        return self.quantization is not None or "quantization" in self.args
+
+    @property
     def devices(self) -> int:
         return self.tensor_parallel
 
@@ -423,6 +437,10 @@ class ServerConfig(RolloutEngineConfig):
     timeout_s: float = Field(
         600.0, gt=0, description="a server that makes no progress for so long, in seconds, is asked again or left out"
     )
+
+    @property
+    def scores_texts(self) -> bool:
+        return self.api != "tgi"
 
     @property
     def takes_weights(self) -> bool:

@@ -428,6 +428,12 @@ class RolloutConfig(SamplingConfig):
         description="seconds between two journals of what is being generated; after a crash, generation continues from "
         "the newest; null: a crash loses the responses of incomplete shards",
     )
+    canary: Literal["stop", "note", "off"] = Field(
+        "stop",
+        description="after each transfer of weights, the engine and the trainer score 8 fixed texts; if they differ by "
+        "more than rounding: stop the run, or note it; off: no check. An engine that shares the actor's weights is not "
+        "checked",
+    )
     max_in_flight: int = Field(
         512, gt=0, description="largest number of trajectories that a replica of the engine generates at the same time"
     )

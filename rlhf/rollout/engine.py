@@ -104,6 +104,26 @@ def joined(chunks: Sequence[Chunk]) -> Generation:
     )
 
 
+def canary_sampling(drawn: int) -> Sampling:
+    """Returns the sampling of `RolloutEngine.score`."""
+    return Sampling(temperature=1.0, top_p=1.0, max_tokens=drawn, seed=0, ignore_eos=True, seeds="engine")
+
+
+def with_answers(texts: Sequence[Sequence[int]], answers: Sequence[Generation]) -> list[list[int]]:
+    """Joins texts and the tokens that were drawn after them."""
+    return [[*text, *answer.response_ids] for text, answer in zip(texts, answers, strict=True)]
+
+
+def scored_of(
+    texts: Sequence[Sequence[int]], answers: Sequence[Generation], log_probs: Sequence[Sequence[float]]
+) -> list[Scored]:
+    """Splits the log-probs of `with_answers` into those of the texts and those of the drawn tokens."""
+    return [
+        Scored(tuple(values[: len(text) - 1]), answer.response_ids, answer.log_probs, tuple(values[len(text) - 1 :]))
+        for text, answer, values in zip(texts, answers, log_probs, strict=True)
+    ]
+
+
 def limit_of(request: Request, sampling: Sampling) -> int:
     """Returns the maximum number of new tokens for a request."""
     return sampling.max_tokens if request.max_tokens is None else min(request.max_tokens, sampling.max_tokens)
@@ -127,6 +147,20 @@ class Chunk:
     """Log-prob of each token, in nats."""
     finish_reason: str | None = None
     """`stop` (end-of-sequence or a stop text) or `length` in the last chunk of a response; None: more chunks follow."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A text as an engine scores it, all at temperature 1 and in nats."""
+
+    log_probs: tuple[float, ...]
+    """Log-prob of each of the text's tokens but the first."""
+    drawn_ids: tuple[int, ...] = ()
+    """Tokens that the engine drew after the text."""
+    drawn_log_probs: tuple[float, ...] = ()
+    """Their log-probs as they were drawn, perhaps after a cached text."""
+    again: tuple[float, ...] = ()
+    """Their log-probs, computed once more without a cache."""
 
 
 class RolloutEngine(ABC):
@@ -170,6 +204,26 @@ class RolloutEngine(ABC):
 
         self.join(len(requests))
         return await event_loop.gather([whole(request) for request in requests])
+
+    def score(self, texts: Sequence[Sequence[int]], drawn: int) -> dict[str, list[Scored]]:
+        """Scores texts with the engine's weights, and draws tokens after them. No other request may be running.
+
+        Args:
+            texts: token ids, at least two each; the engine has room for `drawn` more, and one.
+
+        Returns:
+            One per text, for each copy of the model that the engine uses, by its name: a server's URL, or ``""``.
+
+        Raises:
+            EngineLost: the engine's process or server does not answer.
+        """
+        requests = [Request(f"canary-{number}", tuple(text)) for number, text in enumerate(texts)]
+        answers = self.generate(requests, canary_sampling(drawn))
+        return {"": scored_of(texts, answers, self.log_probs_of(with_answers(texts, answers)))}
+
+    def log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Computes the log-probs of each text's tokens but the first, at temperature 1, without a prefix cache."""
+        raise NotImplementedError(f"{type(self).__name__} does not score texts")
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:

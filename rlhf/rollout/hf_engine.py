@@ -92,6 +92,23 @@ class HFRollout(RolloutEngine):
         """Ends the engine's thread."""
         self._thread.shutdown()
 
+    def log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._thread.submit(self._log_probs_of, texts).result()
+
+    @torch.no_grad()
+    def _log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            computed: list[list[float]] = []
+            for text in texts:
+                ids = torch.tensor([text], device=self.model.device)
+                log_probs = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+                computed.append(log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+            return computed
+        finally:
+            self.model.train(was_training)
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         self._buffers.give_back()
         return self._thread.submit(copy_weights, weights, self.model).result()

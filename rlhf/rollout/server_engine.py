@@ -23,7 +23,20 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_af
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.errors import EngineLost, RatchetError, UserError
-from ratchet.rlhf.rollout.engine import Chunk, Generation, Request, RolloutEngine, Sampling, joined, limit_of, seed_of
+from ratchet.rlhf.rollout.engine import (
+    Chunk,
+    Generation,
+    Request,
+    RolloutEngine,
+    Sampling,
+    Scored,
+    canary_sampling,
+    joined,
+    limit_of,
+    scored_of,
+    seed_of,
+    with_answers,
+)
 from ratchet.rlhf.rollout.server_requests import Ask, Away
 from ratchet.rlhf.weights.weight_files import write_weights
 
@@ -60,6 +73,11 @@ class GenerationApi(Protocol):
         """
         ...
 
+    async def log_probs_of(self, ask: Ask, text: Sequence[int]) -> list[float]:
+        """Computes the log-probs of a text's tokens but the first, at temperature 1, without a prefix cache. Raises as
+        `stream`."""
+        ...
+
     async def load(self, ask: Ask, folder: Path) -> None:
         """Loads the weights in a folder.
 
@@ -82,10 +100,8 @@ class VLLMApi:
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        if ask.url not in self.models:
-            self.models[ask.url] = (await ask("/v1/models"))["data"][0]["id"]
         body = {
-            "model": self.models[ask.url],
+            "model": await self._model(ask),
             "prompt": list(request.prompt_ids),
             **sampling.parameters,
             "max_tokens": limit_of(request, sampling),
@@ -111,6 +127,23 @@ class VLLMApi:
                 reason = {None: None, "stop": "stop"}.get(choice["finish_reason"], "length")
                 log_probs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else ()
                 yield Chunk(tuple(choice["token_ids"]), tuple(log_probs), reason)
+
+    async def log_probs_of(self, ask: Ask, text: Sequence[int]) -> list[float]:
+        body = {
+            "model": await self._model(ask),
+            "prompt": list(text),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        [choice] = (await ask("/v1/completions", body))["choices"]
+        entries = choice["prompt_logprobs"][1:]
+        return [float(entry[str(token)]["logprob"]) for token, entry in zip(text[1:], entries, strict=True)]
+
+    async def _model(self, ask: Ask) -> str:
+        if ask.url not in self.models:
+            self.models[ask.url] = (await ask("/v1/models"))["data"][0]["id"]
+        return self.models[ask.url]
 
     async def load(self, ask: Ask, folder: Path) -> None:
         try:
@@ -186,6 +219,16 @@ class SGLangApi:
                     reason,
                 )
 
+    async def log_probs_of(self, ask: Ask, text: Sequence[int]) -> list[float]:
+        body = {
+            "input_ids": list(text),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        pairs = (await ask("/generate", body))["meta_info"]["input_token_logprobs"]
+        return [float(log_prob) for log_prob, *_ in pairs[1:]]  # the first token has none
+
     async def _check(self, ask: Ask, sampling: Sampling, seed: int | None) -> None:
         """Raises UserError if the server cannot sample in this way."""
         if ask.url not in self.seeded:
@@ -253,6 +296,10 @@ class TGIApi:
         reason = "length" if details["finish_reason"] == "length" else "stop"
         tokens = [(int(token["id"]), float(token["logprob"])) for token in details["tokens"]]
         yield Chunk(tuple(token for token, _ in tokens), tuple(log_prob for _, log_prob in tokens), reason)
+
+    async def log_probs_of(self, ask: Ask, text: Sequence[int]) -> list[float]:
+        """Raises UserError: this server does not score texts."""
+        raise UserError(f"{ask.url} (rollout.engine.api tgi) does not score texts: use it for evaluation only")
 
     async def load(self, ask: Ask, folder: Path) -> None:
         """Raises UserError: this server cannot load new weights."""
@@ -352,17 +399,30 @@ class ServerRollout(RolloutEngine):
 
     def from_each(self, request: Request, sampling: Sampling) -> dict[str, Generation]:
         """Sends the same request to every server; returns their responses by URL. Raises EngineLost."""
+        return self._each(partial(self._whole, request, sampling))
+
+    def score(self, texts: Sequence[Sequence[int]], drawn: int) -> dict[str, list[Scored]]:
+        sampling = canary_sampling(drawn)
+        requests = [Request(f"canary-{number}", tuple(text)) for number, text in enumerate(texts)]
+
+        async def scored(server: Ask) -> list[Scored]:
+            answers = await event_loop.gather([self._whole(request, sampling, server) for request in requests])
+            joint = with_answers(texts, answers)
+            return scored_of(texts, answers, [await self.api.log_probs_of(server, text) for text in joint])
+
+        return self._each(scored)
+
+    async def _whole(self, request: Request, sampling: Sampling, server: Ask) -> Generation:
         seed = seed_of(request, sampling)
+        return joined([chunk async for chunk in self.api.stream(server, request, sampling, seed, self.eos)])
 
-        async def whole(server: Ask) -> Generation:
-            chunks = [chunk async for chunk in self.api.stream(server, request, sampling, seed, self.eos)]
-            return joined(chunks)
+    def _each(self, ask: Callable[[Ask], Awaitable[T]]) -> dict[str, T]:
+        """Asks every server; returns the answers by URL. Raises EngineLost."""
 
-        async def from_all() -> list[Generation]:
-            return await event_loop.gather([_patiently(partial(whole, server)) for server in self.servers])
+        async def all_answers() -> list[T]:
+            return await event_loop.gather([_patiently(partial(ask, server)) for server in self.servers])
 
-        answers = event_loop.run(from_all())
-        return {server.url: answer for server, answer in zip(self.servers, answers, strict=True)}
+        return {server.url: answer for server, answer in zip(self.servers, event_loop.run(all_answers()), strict=True)}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Replaces the weights of all servers; see `RolloutEngine.load_weights`."""

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from multiprocessing import Pipe
@@ -326,6 +326,9 @@ class VLLMRollout(RolloutEngine):
     def _submit(self) -> None:
         submitted, self._submitted = self._submitted, []
         self._running().send("submit", submitted)
+
+    def log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._running().call(VLLM.log_probs_of, [list(text) for text in texts], self._adapter)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Replaces the weights in place and clears the prefix cache; see `RolloutEngine.load_weights`."""

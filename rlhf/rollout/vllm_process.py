@@ -105,6 +105,7 @@ class VLLM:
         from vllm import LLM, SamplingParams, TokensPrompt
 
         self.llm = LLM(**options)
+        self._takes_adapters = bool(options.get("enable_lora"))
         self._transfer = {"packed": True} if options["weight_transfer_config"]["backend"] == "ipc" else {}
         # log-probs are compiled on first use, which takes seconds on the CPU: a request that took so
         # long would seem to hang, so it is part of the start
@@ -183,6 +184,31 @@ class VLLM:
     def _forget(self, own_id: str) -> None:
         del self._running[own_id]
         self._with_stop.discard(own_id)
+
+    def log_probs_of(self, texts: list[list[int]], adapter: tuple[int, Path] | None) -> list[list[float]]:
+        """Computes the log-probs of each text's tokens but the first; no request may be running.
+
+        vLLM takes nothing from its prefix cache for a request that asks for these, and computes them at temperature 1.
+        """
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
+
+        # with adapters, vLLM 0.32 takes indices of requests for those of tokens in the last layer: right for one text
+        batches = [[text] for text in texts] if self._takes_adapters else [texts]
+        outputs = [
+            output
+            for batch in batches
+            for output in self.llm.generate(
+                [TokensPrompt(prompt_token_ids=text) for text in batch],
+                SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False),
+                use_tqdm=False,
+                lora_request=None if adapter is None else LoRARequest(str(adapter[0]), adapter[0], str(adapter[1])),
+            )
+        ]
+        return [
+            [entry[token].logprob for token, entry in zip(text[1:], output.prompt_logprobs[1:], strict=True)]
+            for text, output in zip(texts, outputs, strict=True)
+        ]
 
     def begin_update(self) -> None:
         """Prepares for new weights, which `update` brings."""

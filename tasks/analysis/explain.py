@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ratchet.infra.runs.run import Run
 from ratchet.infra.store.log import RunLog
 from ratchet.infra.store.manifest import Manifest
-from ratchet.infra.store.records import Claim, Skip, Weights
+from ratchet.infra.store.records import CanaryCheck, Claim, Skip, Weights
 from ratchet.rlhf.errors import UserError, counted
 from ratchet.tasks.pipeline import update_of
 
@@ -83,10 +83,21 @@ def _stage(run: Run, iteration: int, manifest: Manifest, described: set[str]) ->
     for name, value in parts.items():
         if not name.startswith(("input.", "stage", "version", "deterministic", "iteration")):
             details.append(f"{name} = {value}")
+    if manifest.stage == "generate" and (check := run.store.iteration_state(iteration).canary) is not None:
+        details.append(_checked(check))
     details += [f"config.{key} = {value}" for key, value in manifest.config.items()]
     sources = run.store.manifests(iteration)
     inputs = [name.removeprefix("input.") for name in parts if name.startswith("input.")]
     return Origin(title, tuple(details), tuple(_stage(run, iteration, sources[name], described) for name in inputs))
+
+
+def _checked(check: CanaryCheck) -> str:
+    if check.problem is not None:
+        return check.problem
+    return (
+        f"the rollout had the actor's weights of version {check.weights.version}: difference {check.difference:.2g}, "
+        f"tolerance {check.tolerance:.2g}"
+    )
 
 
 def _output(manifest: Manifest) -> str:

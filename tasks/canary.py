@@ -1,0 +1,172 @@
+"""Checks, after each transfer of weights, that the rollout has them; `ratchet.rlhf.rollout.canary` has the method.
+
+The check is committed with what it compared, and a wrong rollout never generates: with `rollout.canary: stop` the run
+stops, and the next driver transfers the weights again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import pyarrow as pa
+
+from ratchet.infra.execution.driver import Driver
+from ratchet.infra.progress import note
+from ratchet.infra.store.records import CanaryCheck, Weights, sha256_of
+from ratchet.infra.workers.worker import Worker
+from ratchet.infra.workers.worker_groups import WorkerGroup
+from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config.roles import ROLES
+from ratchet.rlhf.data.prompts import encode
+from ratchet.rlhf.errors import RatchetError
+from ratchet.rlhf.rollout.canary import DRAWN, TEXTS, TOKENS, Canary, Finding, tolerance
+from ratchet.rlhf.rollout.canary import check as compared
+from ratchet.rlhf.rollout.engine import Scored
+
+_LOG_PROBS, _IDS = pa.list_(pa.float32()), pa.list_(pa.int32())
+CANARY_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
+    "version": (pa.int32(), "number of updates of the weights that were transferred"),
+    "engine": (pa.string(), "the engine of the rollout, such as a server's URL"),
+    "text": (pa.int32(), "number of the text, from 0"),
+    "ids": (_IDS, "tokens of the text"),
+    "trainer_log_probs": (
+        _LOG_PROBS,
+        "log-prob of each but the first of these, by the actor, in nats, at temperature 1",
+    ),
+    "rollout_log_probs": (_LOG_PROBS, "the same by the engine"),
+    "drawn_ids": (_IDS, "tokens that the engine drew after the text"),
+    "drawn_log_probs": (_LOG_PROBS, "their log-probs as they were drawn, perhaps with its prefix cache"),
+    "drawn_log_probs_again": (_LOG_PROBS, "their log-probs, computed once more without it"),
+}
+"""Columns of the files of checks, a row for each text and engine: types and meanings."""
+
+
+class WrongWeights(RatchetError):
+    """The rollout does not have the weights that were transferred to it."""
+
+
+def exists(config: RunConfig) -> bool:
+    """True if the rollout has weights of its own that can be checked."""
+    rollout = config.rollout
+    shares = ROLES["rollout"].shares_actor(config) and config.pool_of("rollout") == config.pool_of("actor")
+    return config.train.updates and rollout.canary != "off" and rollout.engine.scores_texts and not shares
+
+
+def needs_actor(driver: Driver, weights: Weights) -> bool:
+    """True if the actor has to score the texts with `weights`, and will train from them in any case."""
+    last = driver.state.canary
+    is_scored = last is not None and last.weights == weights
+    return bool(driver.term) and exists(driver.config) and driver.config.rollout.mode == "sync" and not is_scored
+
+
+def expected(driver: Driver, weights: Weights) -> Canary | None:
+    """Lets the actor score the texts with `weights`, which are about to be transferred.
+
+    Returns None if there is nothing to compare with: the run has no check, or its actor has moved on from weights that
+    were not checked before.
+    """
+    if not driver.term or not exists(driver.config):  # term 0: a driver that only reads
+        return None
+    last = driver.state.canary
+    rows = [] if last is None else _first_engine(driver.store.read_shard(last.data))
+    texts, log_probs = (tuple(tuple(row[name]) for row in rows) for name in ("ids", "trainer_log_probs"))
+    if last is not None and last.weights == weights:
+        return Canary(texts, log_probs)
+    actor = driver.groups.of("actor")
+    if not actor.call(Worker.has_weights, "actor", weights):
+        return None
+    now = _texts(driver)
+    before = log_probs if texts == now else None
+    return Canary(now, tuple(map(tuple, actor.call(Worker.log_probs_of, now))), before)
+
+
+def check(driver: Driver, group: WorkerGroup, weights: Weights, canary: Canary) -> None:
+    """Lets the rollout score the texts, and commits the comparison.
+
+    Raises:
+        WrongWeights: the rollout has other weights, and `rollout.canary` is stop.
+    """
+    config, state = driver.config, driver.state
+    scored = group.call(Worker.score, canary.texts, DRAWN)
+    engine = sha256_of(f"{config.rollout.engine.model_dump_json()} {config.model.dtype}".encode())
+    learned = state.canary_differences if state.canary is not None and state.canary.engine == engine else []
+    limit = tolerance(learned, config.model.dtype, quantized=config.rollout.engine.rounds_weights)
+    findings = {name: compared(canary, texts, limit) for name, texts in scored.items()}
+    worst = max(findings, key=lambda name: (findings[name].problem is not None, findings[name].difference))
+    finding, problem = findings[worst], _sentence(worst, findings[worst], weights)
+    committed = CanaryCheck(
+        iteration=state.iteration,
+        weights=weights,
+        data=driver.store.write_canary(weights.version, _table(weights, canary, scored)),
+        engine=engine,
+        difference=finding.difference,
+        tolerance=limit,
+        problem=problem,
+    )
+    driver.store.commit(committed)
+    if problem is None:
+        return
+    if config.rollout.canary == "note":
+        return note(problem)
+    group.call(Worker.distrust_rollout)
+    raise WrongWeights(
+        f"{problem}; nothing was generated with it. `ratchet resume {config.run.name}` transfers the weights again; "
+        "rollout.canary=note continues in any case"
+    )
+
+
+def _sentence(name: str, finding: Finding, weights: Weights) -> str | None:
+    if finding.problem is None:
+        return None
+    return f"{name} should have the actor's weights after {weights.version} updates, but {finding.problem}"
+
+
+def _texts(driver: Driver) -> tuple[tuple[int, ...], ...]:
+    """Returns the texts: the first prompts of the run, joined until each text has its length."""
+    data, resources = driver.config.data, driver.groups.local.worker.resources
+    dataset = resources.dataset(data.train)
+    room = data.max_prompt_tokens + driver.config.rollout.max_response_tokens - DRAWN - 1
+    length = max(2, min(TOKENS, room))
+    rows = chain.from_iterable(dataset.draw(driver.config.run.seed, cursor, 1) for cursor in range(TEXTS * TOKENS))
+    texts: list[tuple[int, ...]] = []
+    ids: list[int] = []
+    for row in rows:
+        _, prompt = encode(
+            dataset[row],
+            resources.tokenizer,
+            max_tokens=data.max_prompt_tokens,
+            truncation=data.truncation,
+            system_prompt=data.system_prompt,
+        )
+        ids += prompt
+        if len(ids) >= length:
+            texts.append(tuple(ids[:length]))
+            ids = []
+            if len(texts) == TEXTS:
+                break
+    return tuple(texts)
+
+
+def _table(weights: Weights, canary: Canary, scored: Mapping[str, Sequence[Scored]]) -> pa.Table:
+    rows = [
+        {
+            "version": weights.version,
+            "engine": name,
+            "text": number,
+            "ids": canary.texts[number],
+            "trainer_log_probs": canary.log_probs[number],
+            "rollout_log_probs": text.log_probs,
+            "drawn_ids": text.drawn_ids,
+            "drawn_log_probs": text.drawn_log_probs,
+            "drawn_log_probs_again": text.again,
+        }
+        for name, texts in scored.items()
+        for number, text in enumerate(texts)
+    ]
+    return pa.Table.from_pylist(rows, pa.schema({name: kind for name, (kind, _) in CANARY_COLUMNS.items()}))
+
+
+def _first_engine(table: pa.Table) -> list[dict[str, list[float]]]:
+    rows = table.select(["engine", "ids", "trainer_log_probs"]).to_pylist()
+    return [row for row in rows if row["engine"] == rows[0]["engine"]]
