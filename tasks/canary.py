@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from ratchet.infra.execution.driver import Driver
 from ratchet.infra.progress import note
-from ratchet.infra.store.records import CanaryCheck, Weights, sha256_of
+from ratchet.infra.store.records import CANARIES, CanaryCheck, Weights, sha256_of
 from ratchet.infra.workers.worker import Worker
 from ratchet.infra.workers.worker_groups import WorkerGroup
 from ratchet.rlhf.config import RunConfig
@@ -90,7 +90,9 @@ def check(driver: Driver, group: WorkerGroup, weights: Weights, canary: Canary) 
     config, state = driver.config, driver.state
     scored = group.call(Worker.score, canary.texts, DRAWN)
     engine = sha256_of(f"{config.rollout.engine.model_dump_json()} {config.model.dtype}".encode())
-    learned = state.canary_differences if state.canary is not None and state.canary.engine == engine else []
+    learned = state.canary_differences
+    if len(learned) < CANARIES or state.canary is None or state.canary.engine != engine:
+        learned = []
     limit = tolerance(learned, config.model.dtype, quantized=config.rollout.engine.rounds_weights)
     findings = {name: compared(canary, texts, limit) for name, texts in scored.items()}
     worst = max(findings, key=lambda name: (findings[name].problem is not None, findings[name].difference))

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 SCHEMA_VERSION = 1
 """To change the stored form of a model, increase this, and migrate older ones in `infra.store.log.check_version`."""
 CANARIES = 3
-"""Number of passed checks of the rollout's weights whose differences are remembered."""
+"""Number of passed checks of the rollout's weights whose differences teach the tolerance of later ones."""
 PAGE = 64
 """Number of closed iterations in a page of the history. Finding an iteration's index takes at most two reads."""
 

@@ -6,13 +6,13 @@ another policy than the one that is updated. So the engine scores the same texts
 engine's, all at temperature 1:
 
 - The *difference* is :math:`\\frac1n \\sum_i |r_i - t_i| / (1 + |t_i|)`. It is relative, because the rounding of a
-  log-prob grows with it. More than the tolerance means other weights. The first `LEARNED` differences teach the
+  log-prob grows with it. More than the tolerance means other weights. The first differences teach the
   tolerance: `MARGIN` times the largest of them, but at least the floor and at most the ceiling of the type
   (`BOUNDS`). Until then it is the ceiling.
-- The engine has *stale* weights if it agrees with the trainer of before: with
-  :math:`x_i = (r_i - t_i)^2 - (r_i - t'_i)^2`, if the mean of x is more than `CERTAIN` standard errors above 0. With
-  the right weights the mean is negative, or 0 if rounding hides the update, so this finds updates far below the
-  tolerance.
+- The engine has *stale* weights if it agrees with the trainer of before: if :math:`|r_i - t'_i| < |r_i - t_i|` for more
+  than half of the tokens, by `CERTAIN` standard deviations of a fair coin. With the right weights it is half of them at
+  most, however rounding is distributed, and half only if rounding hides the update. This sign test finds updates far
+  below the tolerance.
 - The engine also draws a few tokens after each text, whose log-probs it then computes again without its prefix cache.
   If the two differ by more than the tolerance, the *cache* holds what other weights computed.
 """
@@ -32,8 +32,6 @@ TOKENS = 64
 """Length of a text, or less if the engine has no room for it."""
 DRAWN = 8
 """Number of tokens that the engine draws after each text."""
-LEARNED = 3
-"""Number of differences that teach the tolerance."""
 MARGIN = 5.0
 CERTAIN = 7.0
 BOUNDS = {"float32": (2e-6, 2e-3), "float16": (2e-3, 5e-2), "bfloat16": (5e-3, 1e-1)}
@@ -70,14 +68,12 @@ def tolerance(learned: Sequence[float], dtype: str, *, quantized: bool) -> float
     """Returns the difference above which an engine has other weights.
 
     Args:
-        learned: differences of the first checks that passed.
+        learned: differences of the first checks that passed; empty: there are not enough.
         dtype: type of the weights, such as ``bfloat16``.
         quantized: True if the engine rounds the weights further.
     """
     floor, ceiling = QUANTIZED if quantized else BOUNDS[dtype]
-    if len(learned) < LEARNED:
-        return ceiling
-    return min(max(MARGIN * max(learned), floor), ceiling)
+    return min(max(MARGIN * max(learned), floor), ceiling) if learned else ceiling
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> float:
@@ -90,9 +86,8 @@ def difference(a: Sequence[float], b: Sequence[float]) -> float:
 def is_stale(engine: Sequence[float], now: Sequence[float], before: Sequence[float]) -> bool:
     """Returns True if an engine's log-probs are those of the weights before the last update, beyond doubt."""
     r, t, earlier = (np.asarray(values, float) for values in (engine, now, before))
-    nearer = (r - t) ** 2 - (r - earlier) ** 2
-    error = nearer.std(ddof=1) / math.sqrt(len(nearer))
-    return bool(nearer.mean() > CERTAIN * error and nearer.mean() > 0)
+    nearer = np.sign(np.abs(r - t) - np.abs(r - earlier))  # 1: to the log-probs of before
+    return bool(nearer.sum() > CERTAIN * math.sqrt(len(nearer)))
 
 
 def check(canary: Canary, scored: Sequence[Scored], limit: float) -> Finding:

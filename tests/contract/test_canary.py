@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ratchet.infra.store.records import CANARIES
 from ratchet.rlhf.algorithms.objectives import SupervisedObjective
 from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import LoRAConfig, ModelConfig
 from ratchet.rlhf.models.loading import load_actor
-from ratchet.rlhf.rollout.canary import DRAWN, LEARNED, TEXTS, TOKENS, Canary, Finding, check, tolerance
+from ratchet.rlhf.rollout.canary import DRAWN, TEXTS, TOKENS, Canary, Finding, check, tolerance
 from ratchet.rlhf.rollout.engine import RolloutEngine
 from ratchet.rlhf.rollout.server_engine import ServerRollout
 from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
@@ -124,13 +125,13 @@ OF_EXPERTS: dict[str, Fault] = {
 class Checked:
     """A trainer, an engine that follows it, and the checks between them."""
 
-    def __init__(self, trainer: TorchEngine, engine: RolloutEngine) -> None:
-        self.trainer, self.engine = trainer, engine
+    def __init__(self, trainer: TorchEngine, engine: RolloutEngine, dtype: str = "float32") -> None:
+        self.trainer, self.engine, self.dtype = trainer, engine, dtype
         numbers = np.random.default_rng(0)
         self.texts = tuple(tuple(numbers.integers(3, 78, TOKENS).tolist()) for _ in range(TEXTS))
         self.before: tuple[tuple[float, ...], ...] | None = None
         self.learned: list[float] = []
-        for _ in range(LEARNED):
+        for _ in range(CANARIES):
             self.sound()
 
     @property
@@ -154,7 +155,7 @@ class Checked:
         split = {"prompt_ids": [text[:1] for text in self.texts], "response_ids": [text[1:] for text in self.texts]}
         outputs = self.trainer.infer(TrajectoryBatch.of(split), ["log_probs"], temperature=1.0, micro_batch_tokens=999)
         log_probs = tuple(map(tuple, outputs["log_probs"].to_pylist()))
-        limit = tolerance(self.learned, "float32", quantized=False)
+        limit = tolerance(self.learned[:CANARIES] if len(self.learned) >= CANARIES else (), self.dtype, quantized=False)
         canary = Canary(self.texts, log_probs, self.before)
         self.before = log_probs
         findings = [check(canary, scored, limit) for scored in self.engine.score(self.texts, DRAWN).values()]
@@ -201,7 +202,6 @@ def checked(request: pytest.FixtureRequest, folder: Path) -> Iterator[Checked]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named(checked: Checked, fault: str) -> None:
     finding = checked.transfer(FAULTS[fault])
-    print(fault, finding)
     assert finding.problem is not None
     assert ("before the last update" in finding.problem) >= (fault == "nothing arrives")
     checked.sound()
@@ -212,7 +212,6 @@ def test_what_is_cached_is_found(folder: Path) -> None:
     checked = Checked(trainer_of(folder), engine := vllm(folder, block_size=32))
     engine._running().call(cache_faults.keep_cache, True)
     finding = checked.transfer()
-    print(finding)
     assert finding.problem is not None and "has a prefix cache of other weights" in finding.problem
     engine._running().call(cache_faults.keep_cache, False)
     checked.sound()
@@ -226,7 +225,6 @@ def test_faults_of_experts_are_named(tmp_path: Path) -> None:
     checked = Checked(trainer_of(folder), engine := vllm(folder))
     for name, fault in OF_EXPERTS.items():
         finding = checked.transfer(fault)
-        print(name, finding)
         assert finding.problem is not None, name
         checked.sound()
     engine.close()
@@ -242,11 +240,9 @@ def test_faults_of_adapters_are_named(folder: Path) -> None:
         "a wrong scale": changed("lora_B", lambda tensor: tensor * 2),
     }.items():
         finding = checked.transfer(fault)
-        print(name, finding)
         assert finding.problem is not None, name
         checked.sound()
     engine._adapter = None
     finding = checked.check()
-    print("no adapter", finding)
     assert finding.problem is not None
     engine.close()
