@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 from typer.core import TyperCommand
 
@@ -104,7 +103,8 @@ def query(
 class BetweenSides(TyperCommand):
     """Lets a command see the first ``--`` of its arguments, which click takes out."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    # the base class wants the context of the click that typer brings with it, or of another one, by typer's version
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if "--" in args:
             args[args.index("--")] = SIDES
         return super().parse_args(ctx, args)
