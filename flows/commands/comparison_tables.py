@@ -23,10 +23,7 @@ ROWS = 10
 PART = 150
 """Characters shown of each end of a long prompt or response."""
 PLACES: dict[Kind, str] = {"validation": "the validation before iteration", "train": "the training of iteration"}
-POLICIES = (
-    "this is about two policies: one run a side cannot tell seeds from settings, and "
-    "`ratchet compare A1 A2 A3 -- B1 B2 B3` can"
-)
+POLICIES = "one run a side cannot tell seeds from settings; `ratchet compare A1 A2 A3 -- B1 B2 B3` can"
 SAME_ANSWERS = "both score the same answers: the difference is one of the rewards, not of the policies"
 EACH: dict[Kind, str] = {"validation": "validations", "train": "iterations of training"}
 

@@ -172,7 +172,7 @@ def _of_answers(side: np.ndarray, answers: np.ndarray) -> float:
     without the mean of each run and of each prompt."""
     apart = side - side.mean(0)
     apart = apart - apart.sum(1, keepdims=True) / answers.sum() * answers
-    return _of_mean(apart) / answers.sum() ** 2 / (len(side) - 1)
+    return _of_mean(apart) / float(answers.sum()) ** 2 / (len(side) - 1)
 
 
 @lru_cache(maxsize=256)

@@ -155,7 +155,7 @@ def test_the_command_prints_what_it_found(command: Command, tmp_path: Path) -> N
     store = ("--store", f"file://{command.folder}")
     out = command("compare", "a", "b")
     assert "B is worse: -1.000, 95 % interval -1.000 to -1.000" in out
-    assert "over 8 prompts\nthis is about two policies: one run a side cannot tell seeds from settings" in out
+    assert "over 8 prompts\none run a side cannot tell seeds from settings; " in out
     assert "`ratchet compare A1 A2 A3 -- B1 B2 B3` can" in out
     assert "B solves 0 prompts that A does not, and A 8 that B does not" in out
     assert "prompts that flipped: the first 5 of 8" in out

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ratchet.infra.runs.intervals import PairedScores, SideScores, interval, settings_estimate, student, verdict_of
 from tests.padded import properties
+from tests.simulated_scores import policies, scores_of
 
 SCORES = st.lists(
     st.tuples(st.sampled_from("abcdef"), st.floats(-1, 1, width=32), st.floats(-1, 1, width=32)), min_size=1
@@ -52,30 +53,6 @@ def test_a_wide_interval_that_holds_0_cannot_tell() -> None:
     assert verdict_of(-0.25, 0.24, 1) == "no difference"
     assert verdict_of(-np.inf, np.inf, 1) == "cannot tell"
     assert verdict_of(0.01, 3, 1) == "B is better"
-
-
-def scores_of(
-    generator: np.random.Generator,
-    runs: int,
-    prompts: int,
-    answers: int,
-    *,
-    seeds: float = 0.0,
-    effect: float = 0.0,
-    apart: float = 0.1,
-) -> SideScores:
-    """Draws answers that are right or wrong. Prompts differ in how hard they are, and in what B gains on them (`effect`
-    plus or minus `apart`); runs in their luck, of standard deviation `seeds`."""
-    hard, gain = generator.uniform(0.4, 0.6, prompts), effect + apart * generator.choice([-1, 1], prompts)
-    sides = []
-    for sign in (-0.5, 0.5):
-        luck = generator.normal(0, seeds, (runs, 1)) if seeds else np.zeros((runs, 1))
-        sides.append(generator.binomial(answers, np.clip(hard + sign * gain + luck, 0, 1)).astype(float))
-    return SideScores(*sides, np.full(prompts, answers))
-
-
-def policies(sides: SideScores) -> PairedScores:
-    return PairedScores(sides.a[0], sides.b[0], sides.answers)
 
 
 @pytest.mark.parametrize("effect", [0.0, 0.1])
