@@ -98,7 +98,7 @@ def _settings_verdict(comparison: SettingsComparison) -> str:
     runs = f"{len(comparison.a)} and {counted(len(comparison.b), 'run')}"
     return (
         f"{verdict}\nthe interval covers the luck of seeds, as {runs} show it, and the noise of the prompts\n"
-        f"with these runs an effect under {comparison.smallest:.3f} would not be seen (in four of five cases)"
+        f"with these runs an effect under {comparison.smallest:.3f} would not be seen (with a power of 80 %)"
     )
 
 
