@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/seeds.py --runs 21
 
 Trains a tiny model, once per seed, on a task that it learns within the run: to begin its answer with one of a quarter
-of its characters. The runs draw other prompts and other answers. Each policy is compared with all others, and so
-are settings that are in truth one: three runs, and the next three. If the script is stopped, the same command continues.
+of its characters. The runs draw other prompts and other answers. Each policy is compared with all others, and so are
+settings that are in truth one: three runs, and the next three. If the script is stopped, the same command continues.
 """
 
 from __future__ import annotations
