@@ -93,7 +93,7 @@ def _side(runs: Sequence[SideRun]) -> str:
 
 def _settings_verdict(comparison: SettingsComparison) -> str:
     verdict = _verdict_line(comparison)
-    if comparison.smallest is None:
+    if comparison.doubt not in (None, "wide interval"):
         return verdict
     runs = f"{len(comparison.a)} and {counted(len(comparison.b), 'run')}"
     return (
@@ -251,7 +251,9 @@ def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
 
 
 def _verdict(comparison: Comparison) -> str:
-    return f"{_verdict_line(comparison)}\n{POLICIES}" if comparison.low is not None else _verdict_line(comparison)
+    line = _verdict_line(comparison)
+    has_interval = comparison.doubt in (None, "wide interval")
+    return f"{line}\n{POLICIES}" if has_interval else line
 
 
 def _verdict_line(comparison: Comparison | SettingsComparison) -> str:
