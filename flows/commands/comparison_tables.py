@@ -93,7 +93,7 @@ def _side(runs: Sequence[SideRun]) -> str:
 
 def _settings_verdict(comparison: SettingsComparison) -> str:
     verdict = _verdict_line(comparison)
-    if comparison.doubt not in (None, "wide interval"):
+    if comparison.smallest is None or comparison.doubt not in (None, "wide interval"):
         return verdict
     runs = f"{len(comparison.a)} and {counted(len(comparison.b), 'run')}"
     return (
