@@ -1,16 +1,17 @@
-"""Counts how often `ratchet compare` finds no difference between runs that differ only in their seed.
+"""Counts how often `ratchet compare` finds a difference between runs that differ only in their seed.
 
     OMP_NUM_THREADS=1 python benchmarks/seeds.py --runs 21
 
 Trains a tiny model, once per seed, on a task that it learns within the run: to begin its answer with one of a quarter
-of its characters. The runs draw other prompts and other answers. Each is compared with all others. If the script is
-stopped, the same command continues.
+of its characters. The runs draw other prompts and other answers. Each policy is compared with all others, and so are
+settings that are in truth one: three runs, and the next three. If the script is stopped, the same command continues.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -24,11 +25,15 @@ from rich.table import Table
 
 from ratchet.flows.train import train
 from ratchet.infra.execution.claims import run_url
-from ratchet.infra.runs.comparison import compare, verdict_of
+from ratchet.infra.runs.comparison import Comparison, compare
 from ratchet.infra.runs.run import open_run
+from ratchet.infra.runs.settings_comparison import SettingsComparison, compare_settings
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.data.countdown_dataset import problems, rows
 from tests import tiny
+
+SIDE = 3
+"""Runs of a side, when settings are compared."""
 
 
 def main() -> None:
@@ -51,19 +56,17 @@ def main() -> None:
     for seed in range(options.runs):
         train(config_of(folder, seed, options))
     runs = [open_run(run_url(options.store, f"seed-{seed}")) for seed in range(options.runs)]
-    pairs = {(a, b): compare(runs[a], runs[b]) for a, b in combinations(range(options.runs), 2)}
-    table = Table("pairs", "no difference", "with the noise of prompts alone", "half the width of the interval, median")
-    for name, chosen in (
-        ("each run and the next", [(a, b) for a, b in pairs if b == a + 1]),
-        ("all pairs", list(pairs)),
-    ):
-        results = [pairs[pair] for pair in chosen]
-        alone = [result.differences[-1] for result in results]
+    table = Table("compared", "how many", "a difference is found", "half the width of the interval, median")
+    pairs: Sequence[Comparison | SettingsComparison] = [compare(a, b) for a, b in combinations(runs, 2)]
+    places = range(0, len(runs) - 2 * SIDE + 1, SIDE)
+    sides = [compare_settings(runs[at : at + SIDE], runs[at + SIDE : at + 2 * SIDE]) for at in places]
+    for name, results in (("policies", pairs), (f"settings, {SIDE} runs a side", sides)):
+        known = [(result.low, result.high) for result in results if result.low is not None and result.high is not None]
         table.add_row(
-            f"{name}: {len(results)}",
-            str(sum(result.verdict == "no difference" for result in results)),
-            str(sum(verdict_of(entry.low, entry.high, 1.0) == "no difference" for entry in alone)),
-            f"{np.median([(result.high - result.low) / 2 for result in results]):.3f}",
+            name,
+            str(len(results)),
+            str(sum(result.verdict in ("B is better", "B is worse") for result in results)),
+            f"{np.median([(high - low) / 2 for low, high in known]):.3f}",
         )
     console.print(table)
     scores = [run.validation(columns=["score"]).groupby("iteration")["score"].mean() for run in runs]

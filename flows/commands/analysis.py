@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from ratchet.flows.commands.options import (
     Store,
     TreeFormat,
     TrustCode,
+    run_argument,
     run_names,
     url_of,
 )
@@ -34,12 +36,15 @@ def bisect(
     overrides: Overrides = None,
     store: Store = DEFAULT_STORE,
     examples: Annotated[int, typer.Option(help="how many trajectories to show", min=0)] = 3,
+    more: Annotated[
+        int, typer.Option(help="how many iterations to score beyond the search, to narrow its interval", min=0)
+    ] = 0,
     trust_code: TrustCode = False,
 ) -> None:
     """Find the iteration in which the policy began to exploit its reward, by scoring committed generations again.
 
     The stricter reward should be on the scale of the run's own. Nothing is generated or written, and only the
-    iterations that a binary search needs are scored.
+    iterations that a binary search needs are scored. It says how sure it is, as an interval of iterations.
     """
     silence_prefect()
     from ratchet.flows.commands import tables
@@ -49,8 +54,9 @@ def bisect(
 
     run = open_run(url_of(name, store))
     with progress(console):
-        rescored, found = search(run, reward, overrides or [])
-    tables.hack(console, run, rescored, found, reward, examples)
+        rescored, found = search(run, reward, overrides or [], more)
+    again = shlex.join(["ratchet", "bisect", run_argument(run.store.url), "--reward", reward, *(overrides or [])])
+    tables.hack(console, run, rescored, found, reward, examples, again, more)
 
 
 def plan(

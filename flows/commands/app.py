@@ -26,7 +26,7 @@ from ratchet.flows.commands.forks import fork, relabel, rescore, sweep
 from ratchet.flows.commands.imports import import_
 from ratchet.flows.commands.models import evaluate, export, ingest, push, serve
 from ratchet.flows.commands.pretrained import model
-from ratchet.flows.commands.runs import compare, ls, query, report, show, status, ui, vacuum, verify
+from ratchet.flows.commands.runs import BetweenSides, compare, ls, query, report, show, status, ui, vacuum, verify
 from ratchet.flows.commands.train import config_keys, resume, reward_model, sft, stop, train
 from ratchet.flows.terminal import visible
 from ratchet.rlhf.errors import RatchetError
@@ -43,7 +43,10 @@ app.command()(dataset)
 app.command("import")(import_)
 app.command(epilog=config_keys() if "--help" in sys.argv else None)(train)
 command: Callable[..., None]
-for command in (resume, stop, status, ls, show, query, compare, ui, report):
+for command in (resume, stop, status, ls, show, query):
+    app.command()(command)
+app.command(cls=BetweenSides)(compare)
+for command in (ui, report):
     app.command()(command)
 for command in (fork, sweep, relabel, rescore, bisect, plan, explain, reproduce, vacuum, verify):
     app.command()(command)

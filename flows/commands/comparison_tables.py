@@ -15,6 +15,7 @@ from rich.table import Table
 from ratchet.flows.commands.options import run_argument
 from ratchet.flows.terminal import visible
 from ratchet.infra.runs.comparison import Beside, Comparison, Difference, Flip, Kind, Rewards
+from ratchet.infra.runs.settings_comparison import SettingsComparison, SideRun
 from ratchet.rlhf.errors import counted
 
 ROWS = 10
@@ -22,6 +23,7 @@ ROWS = 10
 PART = 150
 """Characters shown of each end of a long prompt or response."""
 PLACES: dict[Kind, str] = {"validation": "the validation before iteration", "train": "the training of iteration"}
+POLICIES = "one run a side cannot tell seeds from settings; `ratchet compare A1 A2 A3 -- B1 B2 B3` can"
 SAME_ANSWERS = "both score the same answers: the difference is one of the rewards, not of the policies"
 EACH: dict[Kind, str] = {"validation": "validations", "train": "iterations of training"}
 
@@ -44,7 +46,63 @@ def show(
         console.print(f"--at-least {at_least:g}: {_outcome(comparison, at_least)}", highlight=False)
 
 
-def _outcome(comparison: Comparison, margin: float) -> str:
+def show_settings(
+    console: Console, comparison: SettingsComparison, at_least: float | None, format: Literal["table", "json"]
+) -> None:
+    """Prints a comparison of settings, and the outcome of the margin `at_least`."""
+    if format == "json":
+        print(json.dumps(asdict(comparison), ensure_ascii=False))
+        return
+    for side, runs in (("A", comparison.a), ("B", comparison.b)):
+        console.print(visible(f"{side} is {_side(runs)}"), highlight=False)
+    console.print(visible(f"their settings differ: {'; '.join(comparison.config) or 'in nothing'}"), highlight=False)
+    table = Table(title="validation: B minus A, means over runs", box=box.SIMPLE_HEAD, collapse_padding=True)
+    for name in ("it", "prompts", "A", "B", "B minus A", "95 % interval", "seen from"):
+        table.add_column(name, justify="right", overflow="fold")
+    for entry in comparison.differences:
+        table.add_row(
+            str(entry.iteration),
+            str(entry.prompts),
+            f"{entry.a:z.3f}",
+            f"{entry.b:z.3f}",
+            f"{entry.difference:+z.3f}",
+            _interval(entry.low, entry.high),
+            "–" if entry.smallest is None else f"{entry.smallest:.3f}",
+        )
+    console.print(table)
+    for line in comparison.unknown:
+        console.print(visible(line), highlight=False)
+    if comparison.unpaired:
+        left_out = counted(comparison.unpaired, "answer")
+        console.print(f"left out: {left_out} in validations without a counterpart in every other run", highlight=False)
+    if comparison.rewards is not None:
+        a, b = comparison.rewards.names
+        console.print(visible(f"A is scored by {a}, and B by {b}"), highlight=False)
+    console.print(_settings_verdict(comparison), highlight=False)
+    if at_least is not None:
+        console.print(f"--at-least {at_least:g}: {_outcome(comparison, at_least)}", highlight=False)
+
+
+def _side(runs: Sequence[SideRun]) -> str:
+    """Names the runs of a side, with their seeds and scores."""
+    return ", ".join(
+        f"{run.url.rpartition('/')[2]} ({'' if run.seed is None else f'seed {run.seed}, '}{run.score:z.3f})"
+        for run in runs
+    )
+
+
+def _settings_verdict(comparison: SettingsComparison) -> str:
+    verdict = _verdict_line(comparison)
+    if comparison.smallest is None or comparison.doubt not in (None, "wide interval"):
+        return verdict
+    runs = f"{len(comparison.a)} and {counted(len(comparison.b), 'run')}"
+    return (
+        f"{verdict}\nthe interval covers the luck of seeds, as {runs} show it, and the noise of the prompts\n"
+        f"with these runs an effect under {comparison.smallest:.3f} would not be seen (with a power of 80 %)"
+    )
+
+
+def _outcome(comparison: Comparison | SettingsComparison, margin: float) -> str:
     if comparison.rewards is not None:
         return "fails, scores of different rewards cannot be compared"
     if comparison.falls_short(margin):
@@ -193,7 +251,14 @@ def _rewards(comparison: Comparison, rewards: Rewards) -> list[str]:
 
 
 def _verdict(comparison: Comparison) -> str:
-    where = f"in {PLACES[comparison.kind]} {comparison.iteration} over {counted(comparison.prompts, 'prompt')}"
+    line = _verdict_line(comparison)
+    has_interval = comparison.doubt in (None, "wide interval")
+    return f"{line}\n{POLICIES}" if has_interval else line
+
+
+def _verdict_line(comparison: Comparison | SettingsComparison) -> str:
+    place = PLACES[comparison.kind] if isinstance(comparison, Comparison) else PLACES["validation"]
+    where = f"in {place} {comparison.iteration} over {counted(comparison.prompts, 'prompt')}"
     if comparison.doubt == "different rewards":
         return f"cannot tell: the scores are of different rewards, {where}"
     if comparison.doubt == "equal scores":
@@ -202,16 +267,4 @@ def _verdict(comparison: Comparison) -> str:
     if comparison.doubt == "one prompt":
         return f"{difference}, without an interval, since there is only one prompt, {where}"
     wide = f", wider than half of the range of scores, {comparison.spread:.3g}" if comparison.doubt else ""
-    return (
-        f"{difference}, 95 % interval {_interval(comparison.low, comparison.high)}{wide}, {where}\n{_noise(comparison)}"
-    )
-
-
-def _noise(comparison: Comparison) -> str:
-    if comparison.kind == "validation" and comparison.validations == 1:
-        return (
-            "the interval covers the noise of the prompts, and a guess at that of training, which one validation "
-            "cannot show: validate more often (validation.every)"
-        )
-    shown = f", as {comparison.validations} validations show it" if comparison.kind == "validation" else ""
-    return f"the interval covers the noise of the prompts and that of training{shown}"
+    return f"{difference}, 95 % interval {_interval(comparison.low, comparison.high)}{wide}, {where}"

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from ratchet.flows.commands.console import console
 from ratchet.flows.commands.options import DEFAULT_STORE, DocumentFormat, Format, Name, Names, Store, run_names, url_of
 from ratchet.flows.terminal import visible
 from ratchet.rlhf.errors import RatchetError, UserError, counted
+
+SIDES = "\0--"
+"""What stands for ``--`` among the names of runs; nobody can type it."""
 
 
 def status(
@@ -96,12 +100,26 @@ def query(
     tables.rows(console, ask([open_run(url_of(name, store)) for name in names], sql), format.value)
 
 
+class BetweenSides(TyperCommand):
+    """Lets a command see the first ``--`` of its arguments, which click takes out."""
+
+    # the base class wants the context of the click that typer brings with it, or of another one, by typer's version
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if "--" in args:
+            args[args.index("--")] = SIDES
+        return super().parse_args(ctx, args)
+
+
 def compare(
-    a: Annotated[
-        str,
-        typer.Argument(metavar="A", help="the run to compare with: a name or a full URL", autocompletion=run_names),
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="A B | A1 A2... -- B1 B2...",
+            help="the run to compare with, and the run to judge against it: names or full URLs; or the runs of two "
+            "settings, with other seeds, and -- between them",
+            autocompletion=run_names,
+        ),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="the run to judge against A", autocompletion=run_names)],
     store: Store = DEFAULT_STORE,
     at_least: Annotated[
         float | None,
@@ -111,20 +129,37 @@ def compare(
             "differ, else with 0",
         ),
     ] = None,
-    flips: Annotated[int, typer.Option(help="how many of the prompts that only one run solves to show", min=0)] = 5,
+    flips: Annotated[
+        int, typer.Option(help="how many of the prompts that only one run solves to show, if there are two", min=0)
+    ] = 5,
     format: Annotated[DocumentFormat, typer.Option(help="output format")] = DocumentFormat.table,
 ) -> None:
-    """Compare the scores of two runs on the same prompts: B minus A, with intervals, and a verdict.
+    """Compare the scores of two runs on the same prompts, or of two settings with several runs each.
 
-    The verdict is about the last validation of both. Its interval (95 %) holds the noise of the prompts and that of
-    training, as the validations before it show it.
+    B minus A, with intervals (95 %), and a verdict about the last validation of all. The interval of two runs covers
+    the noise of the prompts, and is about their policies; that of several runs a side covers the luck of seeds, too,
+    and is about their settings.
     """
     from ratchet.flows.commands import comparison_tables
+    from ratchet.infra.runs.comparison import Comparison
     from ratchet.infra.runs.comparison import compare as compared
     from ratchet.infra.runs.run import open_run
+    from ratchet.infra.runs.settings_comparison import SettingsComparison, compare_settings
 
-    comparison = compared(open_run(url_of(a, store)), open_run(url_of(b, store)))
-    comparison_tables.show(console, comparison, flips, at_least, format.value)
+    comparison: Comparison | SettingsComparison
+    if SIDES in names:
+        at = names.index(SIDES)
+        a, b = ([open_run(url_of(name, store)) for name in side] for side in (names[:at], names[at + 1 :]))
+        comparison = compare_settings(a, b)
+        comparison_tables.show_settings(console, comparison, at_least, format.value)
+    elif len(names) == 2:
+        comparison = compared(*(open_run(url_of(name, store)) for name in names))
+        comparison_tables.show(console, comparison, flips, at_least, format.value)
+    else:
+        raise UserError(
+            f"compare {' '.join(names)}: name two runs, or the runs of two settings with -- between them "
+            "(`ratchet compare A1 A2 A3 -- B1 B2 B3`)"
+        )
     if at_least is not None and comparison.falls_short(at_least):
         raise typer.Exit(1)
 

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from ratchet.infra.runs.listing import RunSummary
     from ratchet.infra.runs.verify import Finding
     from ratchet.rlhf.agents.timelines import Conversation, Turn
-    from ratchet.tasks.analysis.bisect import Hack, Rescored
+    from ratchet.tasks.analysis.bisect import Hack
     from ratchet.tasks.analysis.explain import Origin
+    from ratchet.tasks.analysis.onset import Onset, Rescored
 
 
 SHOWN_CHARACTERS = 600
@@ -487,8 +488,28 @@ def arms(console: Console, tried: Sequence[Arm], page: str) -> None:
     )
 
 
-def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack | None, reward: str, limit: int) -> None:
-    """Prints where a run's reward and a stricter one diverge, and the trajectories that show it."""
+def hack(
+    console: Console,
+    run: Run,
+    rescored: Sequence[Rescored],
+    found: Hack | None,
+    reward: str,
+    limit: int,
+    command: str,
+    more: int,
+) -> None:
+    """Prints where a run's reward and a stricter one diverge, and the trajectories that show it.
+
+    Args:
+        console: Where to print.
+        run: The run.
+        rescored: The iterations that were scored again.
+        found: Where the rewards diverge; None if they do not.
+        reward: The stricter reward.
+        limit: How many trajectories to print.
+        command: The command that searches again.
+        more: Its `--more`, this time.
+    """
     table = Table("it", "the run's reward", "stricter", "gap", "±", box=box.SIMPLE_HEAD)
     for entry in rescored:
         numbers = (entry.reward, entry.strict, entry.gap, entry.error)
@@ -504,6 +525,7 @@ def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack |
         f"the gap opens in the generations of iteration {at}, after the update of iteration {at - 1} ({again})",
         highlight=False,
     )
+    console.print(visible(confidence(found.onset, command, more)), highlight=False)
     from ratchet.flows.ui.documents import decoder
 
     decode = decoder(run) if "advantages" in found.examples else None
@@ -522,6 +544,19 @@ def hack(console: Console, run: Run, rescored: Sequence[Rescored], found: Hack |
         f"  ratchet fork {name} --at {at - 1}:score --run NEW reward.function={reward}",
         highlight=False,
     )
+
+
+def confidence(onset: Onset, command: str, more: int) -> str:
+    """Says how sure an onset is, and how to make it surer."""
+    from ratchet.tasks.analysis.onset import MOST_MORE
+
+    if onset.low == onset.high:
+        return f"how sure this is: the 90 % interval is iteration {onset.low} alone"
+    sure = f"how sure this is: the 90 % interval is iterations {onset.low} to {onset.high}"
+    if onset.unseen == 0:
+        return f"{sure}, and all that could narrow it are scored: only more prompts per iteration would"
+    further = min(onset.unseen, MOST_MORE)
+    return f"{sure}; `{command} --more {more + further}` scores {further} more of these to narrow it"
 
 
 def _coloured(row: Mapping[Hashable, Any], decode: Decode | None) -> Text:

@@ -1,21 +1,13 @@
-"""Compares the scores of two runs: which run is better, by how much, and whether that is more than noise.
+"""Compares the scores of two runs: whose policy is better, by how much, and whether that is more than noise.
 
 Scores are paired: both runs answer the same prompts, and runs of one seed draw with the same random numbers. A
 difference is the mean score of B minus that of A, over the answers that both gave.
 
-Its interval (95 %) covers two kinds of noise. *Prompts*: a bootstrap resamples the prompts, each with all of its
-answers, since answers to one prompt are not independent. *Training*: two runs that differ only in their seed end in
-policies that truly differ, which a bootstrap over prompts does not see. So the interval of a verdict adds a wobble: how
-much the difference moves from one validation to the next. With :math:`d_1 .. d_m` the differences in the m validations
-since the runs parted, and :math:`v` the variance of the bootstrap of the last one,
+Its interval (95 %) covers the noise of the prompts: it is about the two *policies*. Two runs that differ only in their
+seed end in policies that truly differ, so one run a side says nothing of their *settings*; `settings_comparison`
+compares several runs a side.
 
-.. math:: w = \\frac{v + \\sum_{i=2}^m (d_i - d_{i-1})^2}{m}
-
-is the mean square of the steps, with the noise of the prompts as one more step, the only one if the runs were validated
-only once. Each resampled difference gets a wobble, drawn from a Student distribution with m + 1 degrees of freedom and
-scaled by :math:`\\sqrt w`.
-
-An interval that contains 0 shows that the runs are equal only if it is narrow. The verdict is "cannot tell" if the
+An interval that contains 0 shows that the policies are equal only if it is narrow. The verdict is "cannot tell" if the
 interval is wider than `TOO_WIDE` of the range of the scores, if all scores are equal (a bootstrap then gives an
 interval of width 0), or if the runs have different rewards.
 
@@ -31,12 +23,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from pydantic import JsonValue
 
+from ratchet.infra.runs.intervals import PairedScores, Verdict, interval, verdict_of
 from ratchet.infra.runs.run import Run, own_answers
 from ratchet.infra.store.log import Corrupt, RunLog
 from ratchet.infra.store.records import Fork, StageCommit
@@ -52,16 +44,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Kind = Literal["validation", "train"]
-Verdict = Literal["B is better", "B is worse", "no difference", "cannot tell"]
 Doubt = Literal["different rewards", "equal scores", "one prompt", "wide interval"]
 """The reason for the verdict "cannot tell"."""
 
-RESAMPLES = 2000
-"""With other samples, the ends of an interval would move by about 2 % of its width. Samples are fixed: the same scores
-always give the same interval."""
-ENDS = (0.025, 0.975)
-TOO_WIDE = 0.5
-"""Share of the range of scores: a wider interval that contains 0 says nothing."""
 ALL = "all"
 """The data source of a difference over several data sources."""
 COLUMNS = (
@@ -71,79 +56,6 @@ COLUMNS = (
 ANSWER = ("prompt_id", "sample")
 MAJORITY = 0.5
 """A prompt is solved if this share of its answers is."""
-
-
-@dataclass(frozen=True)
-class PairedScores:
-    """The scores of two runs for the same answers, summed by prompt; arrays of shape (prompts,)."""
-
-    a: np.ndarray
-    b: np.ndarray
-    answers: np.ndarray
-    """The number of answers to each prompt that both runs gave."""
-
-    @classmethod
-    def of(cls, prompts: Sequence[str], a: Sequence[float], b: Sequence[float]) -> PairedScores:
-        """Groups the scores of A and B for the same answers by the prompts of these answers."""
-        _, numbers = np.unique(np.asarray(prompts), return_inverse=True)
-        return cls(np.bincount(numbers, a), np.bincount(numbers, b), np.bincount(numbers))
-
-    @property
-    def means(self) -> tuple[float, float]:
-        """The mean score over all answers, of A and of B."""
-        return float(self.a.sum() / self.answers.sum()), float(self.b.sum() / self.answers.sum())
-
-    @property
-    def difference(self) -> float:
-        """The mean of B minus that of A."""
-        return float((self.b - self.a).sum() / self.answers.sum())
-
-    def resampled(self) -> np.ndarray:
-        """Resamples the prompts with replacement. Returns differences of shape (RESAMPLES,); infinite ones for a single
-        prompt."""
-        count = len(self.answers)
-        if count < 2:
-            return np.resize([-np.inf, np.inf], RESAMPLES)
-        drawn = _draws(count)
-        differences: np.ndarray = (drawn @ (self.b - self.a)) / (drawn @ self.answers)
-        # a bootstrap is too narrow by this factor: the mean of n prompts is nearer to them than the truth is
-        wider: np.ndarray = self.difference + (differences - self.difference) * np.sqrt(count / (count - 1))
-        return wider
-
-
-@lru_cache(maxsize=1)
-def _draws(count: int) -> np.ndarray:
-    """Counts each of `count` prompts in each sample; shape (RESAMPLES, count)."""
-    return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES).astype(np.float32)
-
-
-def interval(scores: PairedScores, steps: Sequence[float] | None = None) -> tuple[float, float]:
-    """Returns the ends of the 95 % interval of a difference; infinite if there is only one prompt.
-
-    Args:
-        steps: the steps of the difference between validations, perhaps none: the interval then also covers the noise of
-            training, as the module describes. None: it covers the noise of the prompts only.
-    """
-    differences = scores.resampled()
-    if steps is not None and np.isfinite(differences).all():
-        count = len(steps) + 1
-        square = (float(differences.var()) + float(np.square(steps).sum())) / count
-        wobble = np.sqrt(square) * np.random.default_rng(1).standard_t(count + 1, len(differences))
-        # both signs, so that the interval stays symmetric in A and B
-        differences = np.concatenate([differences + wobble, differences - wobble])
-    if not np.isfinite(differences).all():
-        return -np.inf, np.inf
-    low, high = np.quantile(differences, ENDS)
-    return float(low), float(high)
-
-
-def verdict_of(low: float, high: float, spread: float) -> Verdict:
-    """Returns the verdict on B of an interval. `spread` is the range of the scores of both runs."""
-    if low > 0:
-        return "B is better"
-    if high < 0:
-        return "B is worse"
-    return "cannot tell" if high - low > TOO_WIDE * spread else "no difference"
 
 
 @dataclass(frozen=True)
@@ -213,8 +125,9 @@ class Rewards:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The common ground of two runs, and the difference between their scores."""
+    """The common ground of two runs, and the difference between their policies' scores."""
 
+    compares: Literal["policies"]
     a: str
     """URL of the first run."""
     b: str
@@ -243,16 +156,13 @@ class Comparison:
     """The kind of scores of the verdict: training scores if the runs have no validation in common."""
     iteration: int
     """The last iteration, to which the verdict refers."""
-    validations: int
-    """The number of validations (or training iterations) since the runs parted that show the noise of training."""
     prompts: int
     answers: int
     """Number of paired answers behind the verdict."""
     difference: float
     """B minus A in that iteration, over all data sources."""
     low: float | None
-    """Lower end of its interval, which also covers the noise of training; None for one prompt, or if all scores are
-    equal."""
+    """Lower end of its interval; None for one prompt, or if all scores are equal."""
     high: float | None
     spread: float
     """The range of all scores that were compared, largest minus smallest."""
@@ -263,7 +173,33 @@ class Comparison:
     def falls_short(self, margin: float) -> bool:
         """True if B must not pass as A + `margin`: the whole interval is below it, or the rewards differ, so that no
         margin between the scores means anything."""
-        return self.rewards is not None or (self.high is not None and self.high < margin)
+        return falls_short(self.rewards, self.high, margin)
+
+
+def falls_short(rewards: Rewards | None, high: float | None, margin: float) -> bool:
+    """True if the rewards differ, or the whole interval is below the margin."""
+    return rewards is not None or (high is not None and high < margin)
+
+
+def judged(
+    ends: tuple[float, float], spread: float, rewards: Rewards | None, *, are_equal: bool
+) -> tuple[Verdict, Doubt | None]:
+    """Returns the verdict on B, and the reason if it is "cannot tell".
+
+    Args:
+        ends: The ends of the interval.
+        spread: The range of the scores that were compared.
+        rewards: Changes to the meaning of a score.
+        are_equal: Whether all scores of the verdict's iteration are equal.
+    """
+    if rewards is not None:
+        return "cannot tell", "different rewards"
+    if are_equal:
+        return "cannot tell", "equal scores"
+    verdict = verdict_of(*ends, spread)
+    if verdict != "cannot tell":
+        return verdict, None
+    return verdict, "wide interval" if np.isfinite(ends).all() else "one prompt"
 
 
 def compare(a: Run, b: Run) -> Comparison:
@@ -275,7 +211,7 @@ def compare(a: Run, b: Run) -> Comparison:
     """
     runs = (a, b)
     configs = [run.config for run in runs]
-    fork = _parted(a, b)
+    fork = parted_at(a, b)
     parted = 0 if fork is None else int(fork.partition(":")[0])
     unpaired: dict[Kind, int] = {"validation": 0, "train": 0}
     differences: list[Difference] = []
@@ -287,8 +223,8 @@ def compare(a: Run, b: Run) -> Comparison:
     talk = any(config.rollout.agent is not None for config in configs)
     kinds: tuple[Kind, ...] = ("validation",) if same_seed is False else ("validation", "train")
     for kind in kinds:
-        for iteration, frames in _frames(runs, kind, parted):
-            pairs = _paired(*frames, same_text=not talk) if same_seed is not None else _paired_by_text(*frames)
+        for iteration, frames in scored_frames(runs, kind, parted):
+            pairs = paired(*frames, same_text=not talk) if same_seed is not None else paired_by_text(*frames)
             unpaired[kind] += sum(map(len, frames)) - 2 * len(pairs)
             if len(pairs):
                 differences += _differences(pairs, iteration, kind)
@@ -299,27 +235,20 @@ def compare(a: Run, b: Run) -> Comparison:
         raise _nothing_pairs(runs, same_seed, unpaired)
     kind = next(iter(last_pairs))  # validations come first
     iteration, scores = max(whole[kind].items())
-    moved = [scores.difference for at, scores in sorted(whole[kind].items()) if at > parted] or [scores.difference]
     scored = last_pairs[kind][["score_a", "score_b"]].to_numpy()
     are_equal = bool((scored == scored[0, 0]).all())
-    low, high = (-np.inf, np.inf) if are_equal else interval(scores, np.diff(moved).tolist())
+    low, high = (-np.inf, np.inf) if are_equal else interval(scores)
     spread = max(seen[kind]) - min(seen[kind])
     compared = {difference.iteration for difference in differences}
-    rewards = _rewards(runs, iteration, VALIDATE if kind == "validation" else "score")
-    verdict = verdict_of(low, high, spread)
-    doubt: Doubt | None = None
-    if rewards is not None:
-        verdict, doubt = "cannot tell", "different rewards"
-    elif are_equal:
-        verdict, doubt = "cannot tell", "equal scores"
-    elif verdict == "cannot tell":
-        doubt = "wide interval" if np.isfinite(low) else "one prompt"
+    rewards = rewards_of(runs, iteration, VALIDATE if kind == "validation" else "score")
+    verdict, doubt = judged((low, high), spread, rewards, are_equal=are_equal)
     return Comparison(
+        compares="policies",
         a=a.store.url,
         b=b.store.url,
         fork=fork,
         same_seed=same_seed,
-        config=_changed(configs),
+        config=changed_keys(configs),
         unknown=tuple(_unknown(runs, iteration)),
         differences=tuple(differences),
         beside=_beside(runs, sorted(compared)),
@@ -329,19 +258,18 @@ def compare(a: Run, b: Run) -> Comparison:
         unpaired=unpaired,
         kind=kind,
         iteration=iteration,
-        validations=len(moved),
         prompts=len(scores.answers),
         answers=int(scores.answers.sum()),
         difference=scores.difference,
-        low=_finite(low),
-        high=_finite(high),
+        low=finite_or_none(low),
+        high=finite_or_none(high),
         spread=spread,
         verdict=verdict,
         doubt=doubt,
     )
 
 
-def _changed(configs: Sequence[RunConfig]) -> tuple[str, ...]:
+def changed_keys(configs: Sequence[RunConfig]) -> tuple[str, ...]:
     """Describes the differences of the configs; none if they are of different programs."""
     a, b = (config.observed for config in configs)
     if a is not None and b is not None:
@@ -378,7 +306,7 @@ def _sources(run: Run) -> set[str]:
     return {run.store.url} if source is None else {run.store.url, source.rstrip("/")}
 
 
-def _rewards(runs: tuple[Run, Run], iteration: int, stage: str) -> Rewards | None:
+def rewards_of(runs: tuple[Run, Run], iteration: int, stage: str) -> Rewards | None:
     """Compares the rewards that a stage used in an iteration."""
     if any(run.config.observed is not None for run in runs):  # unknown
         return None
@@ -405,7 +333,7 @@ def _one_line(value: JsonValue) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else yaml_text(value)
 
 
-def _parted(a: Run, b: Run) -> str | None:
+def parted_at(a: Run, b: Run) -> str | None:
     """Returns the end of the history that both share, such as ``7`` or ``7:score``; None if they share none."""
     ours, theirs = _history(a), _history(b)
     for url, left in ours.items():
@@ -434,8 +362,8 @@ def _place(at: str) -> tuple[int, int]:
     return int(iteration), stages.index(stage) if stage in stages else len(stages)
 
 
-def _frames(runs: tuple[Run, Run], kind: Kind, first: int) -> Iterator[tuple[int, list[pd.DataFrame]]]:
-    """Yields the scores of both runs, in each iteration from `first` on that both have completed."""
+def scored_frames(runs: Sequence[Run], kind: Kind, first: int) -> Iterator[tuple[int, list[pd.DataFrame]]]:
+    """Yields the scores of the runs, in each iteration from `first` on that all have completed."""
     opened = min(run.state.iteration for run in runs)
     if kind == "train":
         for iteration in range(first, opened):
@@ -453,7 +381,7 @@ def _counting(run: Run, rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["reward_error"].isna()] if run.config.reward.on_error == "drop" else rows
 
 
-def _paired(a: pd.DataFrame, b: pd.DataFrame, *, same_text: bool) -> pd.DataFrame:
+def paired(a: pd.DataFrame, b: pd.DataFrame, *, same_text: bool) -> pd.DataFrame:
     """Pairs the answers of both runs to the same prompts, a row each; columns of A and B end in _a and _b."""
     if a.empty or b.empty:
         return a.iloc[:0]
@@ -464,8 +392,8 @@ def _paired(a: pd.DataFrame, b: pd.DataFrame, *, same_text: bool) -> pd.DataFram
     return pairs
 
 
-def _paired_by_text(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """Pairs the answers of both runs to prompts of the same text, in their order, as `_paired` does by number.
+def paired_by_text(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
+    """Pairs the answers of both runs to prompts of the same text, in their order, as `paired` does by number.
 
     A prompt is what its messages say. If none is the same, it is the text with the chat template, since some trainers
     store only that.
@@ -507,11 +435,11 @@ def _differences(pairs: pd.DataFrame, iteration: int, kind: Kind) -> Iterator[Di
         scores = _scores(group)
         low, high = interval(scores)
         (mean_a, mean_b), prompts = scores.means, len(scores.answers)
-        ends = _finite(low), _finite(high)
+        ends = finite_or_none(low), finite_or_none(high)
         yield Difference(source, iteration, kind, prompts, mean_a, mean_b, scores.difference, *ends)
 
 
-def _finite(end: float) -> float | None:
+def finite_or_none(end: float) -> float | None:
     return end if np.isfinite(end) else None
 
 

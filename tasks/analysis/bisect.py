@@ -1,6 +1,6 @@
 """Finds the iteration in which the policy began to exploit its reward, as judged by a stricter reward.
 
-A binary search scores as few iterations as it needs again. It generates, claims and writes nothing.
+The search (`onset`) scores as few iterations as it needs again. It generates, claims and writes nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf import consent
 from ratchet.rlhf.errors import RatchetError, UserError
 from ratchet.rlhf.rewards.registry import check_rewards
+from ratchet.tasks.analysis.onset import Onset, Rescored, search
 from ratchet.tasks.stages.score import SCORE
 from ratchet.tasks.worker_calls import call_of, on_worker
 
@@ -36,41 +37,25 @@ COLUMNS = (
     "score",
     "reward_error",
 )
-SHARE = 0.1
-"""Share of the gap's total growth at which it counts as open."""
-CERTAIN = 3.0
-"""Standard errors by which a gap has to grow."""
-
-
-@dataclass(frozen=True)
-class Rescored:
-    """The trajectories of an iteration under both rewards."""
-
-    iteration: int
-    reward: float
-    """Mean score in the run."""
-    strict: float
-    """Mean score under the stricter reward."""
-    error: float
-    """Standard error of the gap over prompts."""
-
-    @property
-    def gap(self) -> float:
-        return self.reward - self.strict
 
 
 @dataclass(frozen=True)
 class Hack:
     """An exploited reward."""
 
-    iteration: int
-    """The first iteration whose generations show it; the update of the iteration before taught it."""
+    onset: Onset
+    """Where it began, and how sure that is."""
     examples: pd.DataFrame
     """Its trajectories that show it, highest advantages first, with all columns, `strict` (the stricter score) and
     `advantage` (mean over the tokens in the loss)."""
 
+    @property
+    def iteration(self) -> int:
+        """The first iteration whose generations show it; the update of the iteration before taught it."""
+        return self.onset.iteration
 
-def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[Rescored], Hack | None]:
+
+def bisect(run: Run, reward: str, overrides: Sequence[str] = (), more: int = 0) -> tuple[list[Rescored], Hack | None]:
     """Finds the iteration in which the gap between the run's reward and a stricter one began to open.
 
     The search assumes that an open gap stays open.
@@ -78,6 +63,7 @@ def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[R
     Args:
         reward: The stricter reward function, on the scale of the run's reward.
         overrides: Changes of the config, such as ``reward.options.strict.limit=3``.
+        more: The number of iterations to score beyond the search, as far as they can narrow its interval.
 
     Returns:
         The iterations that were scored again, in order, and the hack; None if the gap has not grown by more than its
@@ -104,31 +90,24 @@ def bisect(run: Run, reward: str, overrides: Sequence[str] = ()) -> tuple[list[R
     check_rewards(config.reward)
     driver = Driver(config, run.store)  # without a claim
     scored: dict[int, pd.DataFrame] = {}
-    results: dict[int, Rescored] = {}
+    steps = 2 + int(np.ceil(np.log2(last))) + more
 
     def look(iteration: int) -> Rescored:
-        report(StepProgress(what="iterations scored again", done=len(results), total=2 + int(np.ceil(np.log2(last)))))
-        frame = _scored_again(driver, run, iteration)
+        report(StepProgress(what="iterations scored again", done=len(scored), total=steps))
+        frame = scored[iteration] = _scored_again(driver, run, iteration)
         # by prompt, since the answers to one prompt are not independent
         gaps = (frame["score"] - frame["strict"]).groupby(frame["prompt_id"]).mean()
         error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else 0.0
-        scored[iteration] = frame
-        results[iteration] = Rescored(iteration, float(frame["score"].mean()), float(frame["strict"].mean()), error)
-        return results[iteration]
+        return Rescored(iteration, float(frame["score"].mean()), float(frame["strict"].mean()), error)
 
     try:
-        below, above = look(0), look(last)
-        grown, noise = above.gap - below.gap, float(np.hypot(above.error, below.error))
-        if grown <= CERTAIN * noise or grown <= 0:
-            return [results[iteration] for iteration in sorted(results)], None
-        threshold = below.gap + max(SHARE * grown, CERTAIN * below.error)
-        while above.iteration - below.iteration > 1:
-            between = look((below.iteration + above.iteration) // 2)
-            below, above = (below, between) if between.gap > threshold else (between, above)
+        rescored, onset = search(look, last, more)
     finally:
         driver.groups.close()
-    examples = _examples(run, above.iteration, scored[above.iteration], threshold)
-    return [results[iteration] for iteration in sorted(results)], Hack(above.iteration, examples)
+    if onset is None:
+        return rescored, None
+    examples = _examples(run, onset.iteration, scored[onset.iteration], onset.threshold)
+    return rescored, Hack(onset, examples)
 
 
 def _scored_again(driver: Driver, run: Run, iteration: int) -> pd.DataFrame:

@@ -89,6 +89,8 @@ NOT_RUN = {
     "python examples/summary.py sentences": "needs the run of the demo; that of the Countdown demo is summed up",
     "ratchet train examples/grpo.yaml": "its run is there already, with a reward model",
     "ssh": "needs another machine",
+    "ratchet compare A1 A2 A3 -- B1 B2 B3": "needs runs of several seeds: tests/unit/test_comparison.py",
+    "ratchet compare slow-0": "needs these runs: the same",
 }
 """Commands that a test machine cannot run, by their first words, and why. Their configs are checked all the same."""
 

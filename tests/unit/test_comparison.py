@@ -1,4 +1,4 @@
-"""Comparing runs: the maths on simulated scores, and reading runs whose scores are known."""
+"""Comparing runs whose scores are known: two policies, and two settings."""
 
 from __future__ import annotations
 
@@ -8,115 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from ratchet.flows.commands.comparison_tables import show
-from ratchet.infra.runs.comparison import Comparison, PairedScores, compare, interval, verdict_of
+from ratchet.infra.runs.comparison import Comparison, compare
 from ratchet.infra.runs.forks import fork
 from ratchet.infra.runs.run import Run, open_run
+from ratchet.infra.runs.settings_comparison import compare_settings
 from ratchet.infra.store.manifest import Fingerprint, Manifest
 from ratchet.infra.store.records import ShardCommit, StageCommit
 from ratchet.infra.store.run_store import VALIDATE, RunStore
 from ratchet.rlhf.errors import UserError
-from tests.padded import properties
 from tests.stored import STORED
 from tests.unit.test_reading_runs import Command, command  # noqa: F401  (a fixture)
-
-SCORES = st.lists(
-    st.tuples(st.sampled_from("abcdef"), st.floats(-1, 1, width=32), st.floats(-1, 1, width=32)), min_size=1
-)
-STEPS = st.none() | st.lists(st.floats(-1, 1), max_size=4)
-
-
-def paired(rows: Sequence[tuple[str, float, float]]) -> PairedScores:
-    return PairedScores.of(*zip(*rows, strict=True))
-
-
-@properties
-@given(SCORES, STEPS)
-def test_exchanging_the_runs_negates_the_difference(rows: list[tuple[str, float, float]], steps: Any) -> None:
-    scores, swapped = paired(rows), paired([(prompt, b, a) for prompt, a, b in rows])
-    assert swapped.difference == -scores.difference
-    low, high = interval(scores, steps)
-    swapped_low, swapped_high = interval(swapped, None if steps is None else [-step for step in steps])
-    # float32 products are rounded alike for both signs; the quantiles interpolate from the other end
-    assert (swapped_low, swapped_high) == pytest.approx((-high, -low), abs=1e-9)
-
-
-@properties
-@given(SCORES)
-def test_the_same_scores_show_no_difference(rows: list[tuple[str, float, float]]) -> None:
-    scores = paired([(prompt, a, a) for prompt, a, _ in rows])
-    low, high = interval(scores, [])
-    assert scores.difference == 0
-    assert verdict_of(low, high, 2) == ("cannot tell" if len(scores.answers) == 1 else "no difference")
-    assert (low, high) == (0, 0) or len(scores.answers) == 1
-
-
-def test_one_prompt_shows_nothing() -> None:
-    low, high = interval(paired([("a", 0.0, 1.0)] * 100), [0.5])
-    assert (low, high) == (-np.inf, np.inf)
-
-
-def test_an_interval_holds_the_true_difference_between_prompts() -> None:
-    generator, truth, trials, covered = np.random.default_rng(0), 0.1, 400, 0
-    for _ in range(trials):
-        # 60 prompts with 4 answers each that B solves more often, by an amount of the prompt's own
-        easy, gain = generator.uniform(0.2, 0.6, 60), generator.normal(truth, 0.04, 60)
-        a, b = ((generator.random((60, 4)) < rate[:, None]).ravel() for rate in (easy, easy + gain))
-        low, high = interval(PairedScores.of(np.arange(60).repeat(4).tolist(), a, b))
-        covered += low <= truth <= high
-    # of a share of 400, the standard deviation is 1.1 %; a bootstrap of 60 prompts is up to 1 % too narrow
-    assert 0.915 < covered / trials < 0.98
-
-
-def verdicts(effect: float, trials: int = 200, prompts: int = 400) -> list[str]:
-    """Verdicts on pairs of simulated runs, validated six times on `prompts`: both learn, and each has luck of its
-    own, which it keeps (a random walk that ends at 0.03: two runs differ by more than the noise of 400 prompts, 0.03).
-    B also has an effect, which grows as they learn. Scores are 0 or 1."""
-    generator, found = np.random.default_rng(0), []
-    for _ in range(trials):
-        easy = generator.uniform(0.05, 0.4, prompts)
-        luck = generator.normal(0, 0.03 / np.sqrt(6), (6, 2)).cumsum(0)
-        differences = []
-        for time in range(6):
-            gains = 0.05 * time + luck[time] + np.array([0, effect]) * (time + 1) / 6
-            a, b = (generator.random(prompts) < np.clip(easy + gain, 0, 1) for gain in gains)
-            scores = PairedScores.of(np.arange(prompts).tolist(), a, b)
-            differences.append(scores.difference)
-        found.append(verdict_of(*interval(scores, np.diff(differences).tolist()), 1))
-    return found
-
-
-def test_runs_that_differ_in_luck_alone_show_no_difference_19_of_20_times() -> None:
-    assert verdicts(effect=0).count("no difference") >= 190
-
-
-def test_few_prompts_cannot_tell() -> None:
-    alike = verdicts(effect=0, prompts=10)
-    assert alike.count("cannot tell") >= 190
-    assert alike.count("B is better") + alike.count("B is worse") <= 10
-
-
-@pytest.mark.parametrize("prompts", [10, 20, 40])
-def test_no_difference_excludes_one_of_half_the_range(prompts: int) -> None:
-    found = verdicts(effect=0.5, prompts=prompts)
-    assert found.count("no difference") <= 10
-    assert found.count("B is worse") <= 5
-
-
-def test_an_effect_is_found() -> None:
-    assert verdicts(effect=0.25).count("B is better") >= 180
-    assert verdicts(effect=-0.25, trials=50).count("B is worse") >= 45
-
-
-# Reading
-
 
 ROWS = ("1 + 1", "2 + 2", "3 + 3", "4 + 4", "5 + 5", "6 + 6", "7 + 7", "8 + 8")
 
@@ -175,7 +81,7 @@ def test_validations_of_two_seeds_are_paired_by_prompt(tmp_path: Path) -> None:
     assert (found[1, "plus"].difference, found[1, "plus"].prompts) == (-0.25, 4)
     assert found[1, "all"].difference == result.difference == 0.375
     assert (found[0, "all"].low, found[0, "all"].high) == (0, 0)
-    assert (result.kind, result.iteration, result.validations, result.prompts) == ("validation", 1, 1, 8)
+    assert (result.kind, result.iteration, result.prompts) == ("validation", 1, 8)
     assert (result.config, result.same_seed, result.fork) == (("run.seed 0 -> 1",), False, None)
     assert result.flips is not None
     assert [(flip.prompt, flip.solved_by) for flip in result.flips] == [
@@ -189,16 +95,6 @@ def test_validations_of_two_seeds_are_paired_by_prompt(tmp_path: Path) -> None:
     assert [(entry.kl, entry.length) for entry in result.beside] == [((0.5, 0.5), (9.0, 9.0))] * 2
     back = compare(b, a)
     assert (back.low, back.high) == pytest.approx((-result.high, -result.low))
-
-
-def test_more_validations_show_the_noise_of_training(tmp_path: Path) -> None:
-    calm, wild = [[0, 0, 0, 0, 1, 1, 1, 1]] * 5, [[0] * 8, [1] * 8, [0] * 8, [1] * 8, [0, 0, 0, 0, 1, 1, 1, 1]]
-    better = [[0, 0, 1, 1, 1, 1, 1, 1]] * 5
-    a, b, c = made(tmp_path, "a", calm), made(tmp_path, "b", better), made(tmp_path, "c", [*wild[:4], better[0]])
-    steady, moved = compare(a, b), compare(a, c)
-    assert steady.difference == moved.difference == 0.25
-    assert steady.validations == moved.validations == 4  # not the one before training
-    assert moved.high - moved.low > 2 * (steady.high - steady.low)
 
 
 def test_prompts_that_one_run_lacks_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -259,7 +155,8 @@ def test_the_command_prints_what_it_found(command: Command, tmp_path: Path) -> N
     store = ("--store", f"file://{command.folder}")
     out = command("compare", "a", "b")
     assert "B is worse: -1.000, 95 % interval -1.000 to -1.000" in out
-    assert "over 8 prompts\nthe interval covers the noise of the prompts, and a guess at that of training, which" in out
+    assert "over 8 prompts\none run a side cannot tell seeds from settings; " in out
+    assert "`ratchet compare A1 A2 A3 -- B1 B2 B3` can" in out
     assert "B solves 0 prompts that A does not, and A 8 that B does not" in out
     assert "prompts that flipped: the first 5 of 8" in out
     assert "\\x1b[2J" in out and "\x1b[2J" not in out, "nothing that a model wrote acts on the terminal"
@@ -268,7 +165,8 @@ def test_the_command_prints_what_it_found(command: Command, tmp_path: Path) -> N
     assert out.endswith("--at-least 0: fails, the whole interval is below 0\n")
     code, out, _ = command.ratchet("compare", "a", "b", "--at-least", "-1.5", "--format", "json", *store)
     assert code == 0
-    assert json.loads(out)["verdict"] == "B is worse"
+    found = json.loads(out)
+    assert (found["compares"], found["verdict"]) == ("policies", "B is worse")
     assert "is it run?" in command.error("compare", "a", "rum")
 
 
@@ -325,3 +223,118 @@ def test_scores_that_are_all_equal_cannot_tell(command: Command, score: float) -
     out = command("compare", "a", "b", "--at-least", "0")
     assert "cannot tell: all scores are equal, in the validation before iteration 1 over 8 prompts\n" in out
     assert out.endswith("--at-least 0: holds, there is no interval that could be below it\n")
+
+
+# Settings
+
+
+def side(folder: Path, name: str, *means: int, begin: int = 0, **changes: Any) -> list[Run]:
+    """Runs of one setting, with seeds from `begin` on; run k solves the first `means[k]` of 16 prompts at the end."""
+    return [
+        made(
+            folder,
+            f"{name}{seed}",
+            [[0] * 16, [1] * solved + [0] * (16 - solved)],
+            [f"{number} + {number}" for number in range(16)],
+            run__seed=seed,
+            **changes,
+        )
+        for seed, solved in enumerate(means, begin)
+    ]
+
+
+def test_settings_are_compared_over_runs(tmp_path: Path) -> None:
+    a, b = side(tmp_path, "a", 2, 3, 4), side(tmp_path, "b", 12, 13, 14, actor__lr=0.5)
+    result = compare_settings(a, b)
+    assert (result.compares, result.iteration, result.prompts, result.answers) == ("settings", 1, 16, 16)
+    assert [(run.seed, run.score) for run in result.a] == [(0, 2 / 16), (1, 3 / 16), (2, 4 / 16)]
+    assert result.difference == pytest.approx(10 / 16)
+    assert [change.split()[0] for change in result.config] == ["actor.lr"]
+    assert result.low is not None and result.high is not None and result.smallest is not None
+    assert (result.verdict, result.unpaired, result.unknown) == ("B is better", 0, ())
+    back = compare_settings(b, a)
+    assert (back.low, back.high) == pytest.approx((-result.high, -result.low))
+    assert [entry.iteration for entry in result.differences] == [0, 1]
+    assert (result.differences[0].low, result.differences[0].high) == (0, 0)
+
+
+def test_seeds_that_differ_as_much_as_the_sides_show_nothing(tmp_path: Path) -> None:
+    a, b = side(tmp_path, "a", 2, 8), side(tmp_path, "b", 4, 12, actor__lr=0.5)
+    result = compare_settings(a, b)
+    assert (result.verdict, result.doubt) == ("cannot tell", "wide interval")
+    policies = compare(a[0], b[1])
+    assert policies.verdict == "B is better", "of two policies, which do differ"
+
+
+def test_answers_that_a_run_lacks_are_left_out_of_all(tmp_path: Path) -> None:
+    a, b = side(tmp_path, "a", 2, 3), side(tmp_path, "b", 12)
+    b.append(made(tmp_path, "b-few", [[0] * 4, [1] * 4], [f"{number} + {number}" for number in range(4)], run__seed=1))
+    result = compare_settings(a, b)
+    assert result.prompts == 4
+    assert result.unpaired == 2 * 3 * 12
+    other = made(tmp_path, "c", [[0] * 4, [1] * 4], "wxyz", run__seed=2)
+    with pytest.raises(UserError, match=r"a0, a1, b0 and c have no validation in common: set validation.data"):
+        compare_settings(a, [b[0], other])
+
+
+def test_runs_that_do_not_show_the_luck_of_a_setting_are_refused(tmp_path: Path) -> None:
+    a, b = side(tmp_path, "a", 2, 3), side(tmp_path, "b", 4, 5)
+    odd = side(tmp_path, "odd", 6, begin=7, actor__lr=0.5)
+    again = side(tmp_path, "again", 4)
+    code = side(tmp_path, "code", 6, begin=8, code="abcdef0123456789")
+    for left, right, says in (
+        (a, b[:1], r"side B has 1 run, whose luck .*: name two at least"),
+        (a, [*b, *odd], r"b0 and odd7 of side B differ in more than run.seed \(actor.lr .* -> 0.5\): name runs of one"),
+        (a, [*b, *again], r"b0 and again0 of side B have the same run.seed, 0: name runs with other seeds"),
+        (a, [a[0], b[1]], r"/a0 is there twice: name each run once"),
+        (a, [b[0], *code], r"b0 and code8 of side B were scored by other code of the reward"),
+    ):
+        with pytest.raises(UserError, match=says) as refused:
+            compare_settings(left, right)
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_settings_with_other_rewards_have_no_verdict(tmp_path: Path) -> None:
+    a, b = side(tmp_path, "a", 2, 3), side(tmp_path, "b", 14, 15, reward__function="constant")
+    result = compare_settings(a, b)
+    assert (result.verdict, result.doubt) == ("cannot tell", "different rewards")
+    assert result.falls_short(-9)
+
+
+def test_luck_before_a_fork_is_not_seen(tmp_path: Path) -> None:
+    [a] = side(tmp_path, "a", 4)
+    children = []
+    for child in ("b", "c", "d", "e"):
+        config = a.config.with_values({"run.seed": ord(child), "run.name": child})
+        claim = a.state.claim.model_copy(update={"config": config.model_dump(mode="json")})
+        fork(a.store, RunStore.at(f"file://{tmp_path}/{child}").objects, claim.config, 1, [VALIDATE], "1")
+        children.append(open_run(f"file://{tmp_path}/{child}"))
+    result = compare_settings(children[:2], children[2:])
+    assert result.unknown == tuple(
+        f"runs of side {side} share everything up to 1: the interval covers only luck after it" for side in "AB"
+    )
+
+
+def test_the_command_compares_settings(command: Command) -> None:  # noqa: F811
+    side(command.folder, "a", 2, 3, 4)
+    side(command.folder, "b", 12, 13, 14, actor__lr=0.5)
+    store = ("--store", f"file://{command.folder}")
+    names = ("a0", "a1", "a2", "--", "b0", "b1", "b2")
+    out = command("compare", *names)
+    assert "A is a0 (seed 0, 0.125), a1 (seed 1, 0.188), a2 (seed 2, 0.250)\n" in out
+    assert "their settings differ: actor.lr" in out
+    assert "B is better: +0.625, 95 % interval" in out
+    assert (
+        "the luck of seeds, as 3 and 3 runs show it, and the noise of the prompts\nwith these runs an effect under"
+        in out
+    )
+    code, out, _ = command.ratchet("compare", *names, *store, "--at-least", "2", "--format", "json")
+    found = json.loads(out)
+    assert (code, found["compares"], found["verdict"]) == (1, "settings", "B is better"), (
+        "options may come after the --"
+    )
+    assert command.ratchet("compare", *store, "--at-least", "0", *names)[0] == 0
+    assert "name two runs, or the runs of two settings with -- between them" in command.error(
+        "compare", "a0", "a1", "b0"
+    )
+    assert "side B has 0 runs" in command.error("compare", "a0", "a1", "--")
