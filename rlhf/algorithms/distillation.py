@@ -41,8 +41,8 @@ class Distillation(Algorithm):
         m = \beta \pi_T + (1 - \beta) \pi
 
     as in GKD (arXiv 2306.13649), whose limits for :math:`\beta` are the KL divergences: forward at 0, reverse at 1.
-    The sums run over the teacher's `teacher.top_k` most likely tokens and one bucket for all others. So they are at most
-    those over the vocabulary, and equal to them if policy and teacher agree on the proportions of the others. How the
+    The sums run over the teacher's `teacher.top_k` most likely tokens and one bucket for all others. So they are at
+    most those over the vocabulary, and equal if policy and teacher agree on the proportions of the others. How the
     policy came to the tokens before is not differentiated, as in GKD.
     """
 
