@@ -150,6 +150,30 @@ def test_forks_and_sweeps_do_not_ask_the_teacher_again(workspace: Path, processe
     assert len(open_run(f"{store}/more").trajectories(1)["teacher_topk_ids"][0]) % 9 == 0
 
 
+@pytest.mark.promise
+def test_another_student_reads_what_the_teacher_said(workspace: Path, processes: Processes, teacher: Path) -> None:
+    """Of the same answers: a student of another size, and a teacher that says more, which is asked."""
+    store = f"file://{processes.folder}/runs"
+    settings: dict[str, Any] = {"run__store": store, "train__iterations": 2, **learns_from(teacher)}
+    child = processes.train(config := tiny.config(workspace, run__name="base", **settings))
+    assert child.wait() == 0, child.text
+    small = tiny.model_folder(processes.folder / "small", hidden=16, layers=1, seed=3)
+    again: dict[str, Any] = {**settings, "data__generations": f"{store}/base", "model__path": str(small)}
+    more = {"path": str(teacher), "dtype": "float32", "top_k": 9}
+    asked = {}
+    for name, of_run in (("small", again), ("more", {**again, "teacher": more})):
+        student = processes.train(own := tiny.config(workspace, run__name=name, **of_run))
+        assert student.wait() == 0, student.text
+        asked[name] = [key for key in student.computed_shards if key[0] == "teacher_log_probs"]
+        History.of(own).check_sound()
+        assert History.of(own).state.weights["actor"].digest != History.of(config).state.weights["actor"].digest
+        assert set(open_run(f"{store}/{name}").metrics()["actor/distillation_loss"] > 0) == {True}
+    assert not asked["small"] and len(asked["more"]) == 4
+    names = ["teacher_topk_ids", "teacher_topk_log_probs"]
+    ours, theirs = (open_run(f"{store}/{name}").trajectories(1, names) for name in ("small", "base"))
+    assert ours.equals(theirs)
+
+
 def test_a_teacher_beside_a_reward(workspace: Path, tmp_path: Path, teacher: Path, prefect_server: str) -> None:
     changes: dict[str, Any] = {
         "teacher": {"path": str(teacher), "dtype": "float32"},
