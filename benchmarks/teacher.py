@@ -1,6 +1,6 @@
 """Measures what a teacher's most likely tokens are worth and take, with SmolLM2-135M-Instruct and half of its layers.
 
-    python benchmarks/teacher.py [--model models/smollm2] [--tokens 24] [--steps 40] [--k 16 64]
+    python benchmarks/teacher.py [--model models/smollm2] [--tokens 24] [--steps 25] [--temperature 1] [--k 16 64]
 
 The teacher answers a few questions. The student has every second layer of the teacher, as it is, and after a few steps
 toward the teacher on these answers. For each divergence and number of tokens k the gradient of all the student's
@@ -71,13 +71,13 @@ def answers(model: PreTrainedModel, folder: Path, tokens: int, *, samples: bool)
 
 
 def outputs(
-    module: TokenOutputs, prompt: list[int], response: list[int], top: Tensor | int
+    module: TokenOutputs, prompt: list[int], response: list[int], top: Tensor | int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ids, their log-probs and the log of the rest's probability, of each token of the response."""
     names = ("log_probs", "topk_log_probs", "tail_log_probs")
     at = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
     ids = torch.tensor([prompt + response])
-    found = module(ids, None, at, torch.tensor(response), 1.0, names, None, None, None, top)
+    found = module(ids, None, at, torch.tensor(response), temperature, names, None, None, None, top)
     chosen = found["topk_ids"].long() if isinstance(top, int) else top
     return chosen, found["topk_log_probs"], found["tail_log_probs"]
 
@@ -101,16 +101,18 @@ def gradient(student: PreTrainedModel, losses: Iterator[Tensor]) -> Tensor:
     return torch.cat([weight.grad.flatten() for weight in student.parameters() if weight.grad is not None])
 
 
-def log_probs(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
-    return model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+def log_probs(model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float) -> Tensor:
+    """Returns the log-probs of all tokens at each token of the response."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
 
 
-def bytes_per_token(teacher: TokenOutputs, said: list[Answer], k: int) -> dict[str, float]:
+def bytes_per_token(teacher: TokenOutputs, said: list[Answer], k: int, temperature: float) -> dict[str, float]:
     """Returns the size of each column in a file, per token of the responses."""
     columns: dict[str, list[np.ndarray]] = {"topk_ids": [], "topk_log_probs": [], "tail_log_probs": []}
     with torch.no_grad():
         for prompt, response in said:
-            for values, found in zip(columns.values(), outputs(teacher, prompt, response, k), strict=True):
+            for values, found in zip(columns.values(), outputs(teacher, prompt, response, k, temperature), strict=True):
                 values.append(found.flatten().numpy())
     lengths = np.array([len(response) for _, response in said])
     sizes = {}
@@ -124,18 +126,23 @@ def bytes_per_token(teacher: TokenOutputs, said: list[Answer], k: int) -> dict[s
     return sizes
 
 
-def taught(student: PreTrainedModel, teacher: PreTrainedModel, said: list[Answer], steps: int) -> None:
+def taught(
+    student: PreTrainedModel, teacher: PreTrainedModel, said: list[Answer], steps: int, temperature: float
+) -> None:
     """Takes steps of Adam toward the teacher, by the forward KL divergence over the vocabulary."""
     optimizer = torch.optim.Adam(student.parameters(), lr=3e-4)
     with torch.no_grad():
-        opinions = [log_probs(teacher, *one) for one in said]
+        opinions = [log_probs(teacher, *one, temperature) for one in said]
     for _ in range(steps):
         pairs = zip(said, opinions, strict=True)
-        gradient(student, (over_vocabulary("forward_kl", log_probs(student, *one), its).mean() for one, its in pairs))
+        losses = (over_vocabulary("forward_kl", log_probs(student, *one, temperature), its) for one, its in pairs)
+        gradient(student, (loss.mean() for loss in losses))
         optimizer.step()
 
 
-def compare(learner: TokenOutputs, teacher: TokenOutputs, said: list[Answer], ks: list[int]) -> None:
+def compare(
+    learner: TokenOutputs, teacher: TokenOutputs, said: list[Answer], ks: list[int], temperature: float
+) -> None:
     """Prints the errors of the gradient."""
     student = learner.model
     for kind in DIVERGENCES:
@@ -144,15 +151,15 @@ def compare(learner: TokenOutputs, teacher: TokenOutputs, said: list[Answer], ks
         def over_top(k: int, loss: Distillation = loss) -> Iterator[Tensor]:
             for one in said:
                 with torch.no_grad():
-                    ids, of_teacher, rest = outputs(teacher, *one, k)
-                _, top, tail = outputs(learner, *one, ids)
+                    ids, of_teacher, rest = outputs(teacher, *one, k, temperature)
+                _, top, tail = outputs(learner, *one, ids, temperature)
                 yield loss.of_tokens(top[None], tail[None], of_teacher[None], rest[None]).sum()
 
         def whole(kind: Divergence = kind) -> Iterator[Tensor]:
             for one in said:
                 with torch.no_grad():
-                    opinion = log_probs(teacher.model, *one)
-                yield over_vocabulary(kind, log_probs(student, *one), opinion).sum()
+                    opinion = log_probs(teacher.model, *one, temperature)
+                yield over_vocabulary(kind, log_probs(student, *one, temperature), opinion).sum()
 
         expected = gradient(student, whole())
         errors = {k: (gradient(student, over_top(k)) - expected).norm() / expected.norm() for k in ks}
@@ -164,7 +171,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the distributions that are compared")
     parser.add_argument("--k", type=int, nargs="+", default=[16, 64])
     options = parser.parse_args()
     logging.disable_progress_bar()
@@ -175,22 +183,25 @@ def main() -> None:
     for samples in (False, True):
         said = answers(model, options.model, options.tokens, samples=samples)
         with torch.no_grad():
-            tails = {k: torch.cat([outputs(teacher, *one, k)[2] for one in said]).exp().mean() for k in options.k}
+            tails = {
+                k: torch.cat([outputs(teacher, *one, k, options.temperature)[2] for one in said]).exp().mean()
+                for k in options.k
+            }
         how = "sampled" if samples else "most likely"
         print(
             f"\n{how} answers, {sum(len(response) for _, response in said)} tokens; outside of the k tokens:", end=" "
         )
         print(", ".join(f"{tail:.2%} at k = {k}" for k, tail in tails.items()), flush=True)
         for k in options.k:
-            of_columns = bytes_per_token(teacher, said, k)
+            of_columns = bytes_per_token(teacher, said, k, options.temperature)
             each = ", ".join(f"{name} {size:.1f}" for name, size in of_columns.items())
             print(f"  k = {k}: {sum(of_columns.values()):.0f} bytes a token ({each})", flush=True)
         student = half_of(model)
         learner = TokenOutputs(student, "policy")
         for steps in (0, options.steps):
-            taught(student, model, said, steps)
+            taught(student, model, said, steps, options.temperature)
             print(f" error of the gradient after {steps} steps", flush=True)
-            compare(learner, teacher, said, options.k)
+            compare(learner, teacher, said, options.k, options.temperature)
 
 
 if __name__ == "__main__":
