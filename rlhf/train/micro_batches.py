@@ -260,7 +260,7 @@ class MicroBatch:
         """
         size = len(self.rows) * self.horizon
         flat = per_token.new_zeros((size, *per_token.shape[1:])).index_copy(0, self.padded_at, per_token)
-        return flat.unflatten(0, (len(self.rows), self.horizon))
+        return flat.view(len(self.rows), self.horizon, *per_token.shape[1:])
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:

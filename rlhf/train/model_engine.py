@@ -309,7 +309,9 @@ class ModelEngine(InferenceEngine, ABC):
         micro_batches = list(self._micro_batches(mini_batch, plan.micro_batch_tokens, objective.together))
         padded = {name: mini_batch.padded(name).float() for name in objective.columns}
         # several values for each token
-        padded |= {name: padded[name].unflatten(1, (normalizers.horizon, -1)) for name in TOP_K_COLUMNS & padded.keys()}
+        padded |= {
+            name: padded[name].view(len(mini_batch), normalizers.horizon, -1) for name in TOP_K_COLUMNS & padded.keys()
+        }
         columns = {name: accelerator.placed(values, self.device) for name, values in padded.items()}
         # a selection compares all tokens of the mini-batch, so it needs their outputs first
         if objective.selection is not None:

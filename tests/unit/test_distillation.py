@@ -111,3 +111,20 @@ def test_a_tokens_divergence_may_be_clamped() -> None:
     clamped = over_top(Distillation(divergence="forward_kl", clamp=2.0), student, teacher, 8)
     assert plain.max() > 2 > plain.min()
     assert torch.equal(clamped, plain.clamp(max=2.0))
+
+
+@pytest.mark.parametrize("divergence", LOSSES)
+def test_64_tokens_of_a_peaked_teacher_have_the_gradient_of_the_vocabulary(divergence: Divergence) -> None:
+    """Within 1 %, if the student looks for the answer where the teacher does."""
+    draw = torch.Generator().manual_seed(0)
+    teacher = 3 * torch.randn(32, 50_000, generator=draw)
+    teacher.scatter_add_(-1, torch.randint(50_000, (32, 48), generator=draw), torch.full((32, 48), 16.0))
+    student = (teacher + 0.5 * torch.randn(teacher.shape, generator=draw)).requires_grad_()
+    assert teacher.softmax(-1).topk(64).values.sum(-1).mean() > 0.99, "it is peaked"
+    found = over_top(Distillation(divergence=divergence), student, teacher, 64).sum()
+    whole = full(divergence, student.double().log_softmax(-1), teacher.double().log_softmax(-1)).sum()
+    gradient, expected = (torch.autograd.grad(value, student)[0] for value in (found, whole))
+    assert (gradient - expected).norm() < 0.01 * expected.norm()
+    few = over_top(Distillation(divergence=divergence), student, teacher, 4).sum()
+    (of_few,) = torch.autograd.grad(few, student)
+    assert (of_few - expected).norm() > 0.05 * expected.norm(), "four tokens are too few"
