@@ -325,8 +325,8 @@ Generated from `rlhf/schema.py` and the stages of `tasks/pipeline.py` by `make d
 writes its own columns and `trajectory_id` to `trajectories/<stage>/iteration=<k>/*.parquet`; the column `iteration` comes
 from the folder's name. [metrics.md](metrics.md) describes the metrics.
 
-Shapes: `[T]` has an element for each token of the response, `[P]` for each token of the prompt; a column without a shape
-is a single value. In `validate`, `iteration` is the one before which the validation ran. A stage that did not run has no
+Shapes: `[T]` has an element for each token of the response, `[P]` for each token of the prompt, `[T k]` k elements for each
+token of the response, one token after the other; a column without a shape is a single value. In `validate`, `iteration` is the one before which the validation ran. A stage that did not run has no
 rows; `run.trajectories()` and `ratchet query` join the stages.
 
 ## Reading them
@@ -494,7 +494,8 @@ def _shape(column: Column) -> str:
         ),
         "[policy turns]",
     )
-    return {"prompt_ids": "[P]", "turns": "[turns]", **of_policy}.get(column.name, "[T]")
+    of_teacher = dict.fromkeys(("teacher_topk_ids", "teacher_topk_log_probs"), "[T k]")
+    return {"prompt_ids": "[P]", "turns": "[turns]", **of_policy, **of_teacher}.get(column.name, "[T]")
 
 
 def main() -> None:

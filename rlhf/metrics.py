@@ -244,6 +244,13 @@ METRICS = (
     ),
     Metric("actor/entropy_loss", "update_actor", "entropy in the loss", "nats", "`algorithm.entropy_coef` is not 0"),
     Metric("actor/kl_loss", "update_actor", "KL to the reference in the loss", "nats", "`algorithm.kl.in_loss`"),
+    Metric(
+        "actor/distillation_loss",
+        "update_actor",
+        "divergence from the teacher in the loss",
+        "nats",
+        "`algorithm.distillation.divergence` is not sampled",
+    ),
     Metric("actor/router_aux_loss", "update_actor", "auxiliary loss of the router", "", "`output_router_logits`"),
     Metric("actor/grad_norm", "update_actor", "gradient norm, actor"),
     Metric("actor/lr", "update_actor", "learning rate, actor"),

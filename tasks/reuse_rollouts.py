@@ -1,4 +1,4 @@
-"""reuse_rollouts: uses the generations of another run, without generating or copying anything."""
+"""reuse_rollouts: uses the generations of another run, and what its teacher said of them, without copying anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from ratchet.infra.runs.forks import name_of
 from ratchet.infra.runs.run import open_run
 from ratchet.infra.store.records import StageCommit, seen_from_fork
 from ratchet.rlhf.errors import UserError
+from ratchet.tasks.fingerprints import fingerprint_of
 from ratchet.tasks.recording import recorded_task
+from ratchet.tasks.stages.teacher_log_probs import TEACHER_LOG_PROBS
 
 
 @recorded_task("reuse_rollouts")
@@ -29,6 +31,24 @@ def reuse_rollouts(driver: Driver, iteration: int) -> StageHandle:
         store.commit(committed)
     assert isinstance(committed, StageCommit)
     manifest = store.manifest(committed)
+    _reuse_teacher(driver, iteration, StageHandle.of(manifest))
     shards = len(manifest.shards)
     report(StageProgress(iteration=iteration, stage="generate", done=shards, total=shards))
     return StageHandle.of(manifest)
+
+
+def _reuse_teacher(driver: Driver, iteration: int, generated: StageHandle) -> None:
+    """Commits what the other run's teacher said as this run's own, if it is the same teacher, asked in the same way."""
+    store, stage, source = driver.store, TEACHER_LOG_PROBS, driver.config.data.generations
+    # a selection of trajectories is not known yet
+    if not stage.exists(driver.config) or driver.config.selects or store.committed_stage(iteration, stage.name):
+        return
+    assert source is not None
+    source_store = open_run(source).store
+    committed = source_store.committed_stage(iteration, stage.name)
+    if not isinstance(committed, StageCommit):
+        return
+    theirs = source_store.manifest(committed)
+    ours = fingerprint_of(driver, stage, iteration, {generated.stage: generated})
+    if theirs.fingerprint == ours and not stage.config.differences(theirs.config, driver.config):
+        store.commit(seen_from_fork(name_of(source_store.url, store.url), committed))

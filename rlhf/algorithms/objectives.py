@@ -13,6 +13,7 @@ from typing import Protocol
 from jaxtyping import Float
 from torch.nn.functional import logsigmoid
 
+from ratchet.rlhf.algorithms.distillation import Distillation
 from ratchet.rlhf.algorithms.kl import Estimator, kl_divergence
 from ratchet.rlhf.algorithms.masked import Aggregation, LossNormalizers, aggregate, masked_mean, sequence_sum
 from ratchet.rlhf.algorithms.policy_losses import PolicyLossBase, SelectingLoss
@@ -20,6 +21,8 @@ from ratchet.rlhf.algorithms.rollout_correction import RolloutCorrection
 from ratchet.rlhf.algorithms.tensor import Tensor
 
 Tokens = Float[Tensor, "batch response"]
+TEACHER = "teacher_topk_ids", "teacher_topk_log_probs", "teacher_tail_log_probs"
+"""Columns that describe the teacher's most likely tokens."""
 Outputs = Mapping[str, Tokens]
 Selection = Callable[[Outputs, Outputs], Tokens]
 Share = tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]
@@ -35,7 +38,8 @@ class Objective(Protocol):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the model outputs that the objective reads: `log_probs`, `entropy`, `values` or `scores`."""
+        """Names of the model outputs that the objective reads: `log_probs`, `entropy`, `values` or `scores`; and
+        `topk_log_probs` and `tail_log_probs` at the tokens of the column `teacher_topk_ids`."""
         ...
 
     @property
@@ -57,8 +61,9 @@ class Objective(Protocol):
         """Computes a micro-batch's contribution to the loss and metrics of its mini-batch.
 
         Args:
-            outputs: per-token model outputs by name, float32, shape (micro-batch, response).
-            batch: per-token columns by name, float32, same shape.
+            outputs: per-token model outputs by name, float32, shape (micro-batch, response), or with the teacher's k
+                tokens as a third dimension.
+            batch: per-token columns by name, float32, same shapes.
 
         Returns:
             The loss and the metrics by name, scalars. They add up over the micro-batches of a mini-batch.
@@ -68,9 +73,9 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class ActorObjective:
-    r"""The actor's objective, :math:`L_{policy} - c_H H + \beta KL(\pi\|\pi_{ref})`.
+    r"""The actor's objective, :math:`L_{policy} - c_H H + \beta KL(\pi\|\pi_{ref}) + c D(\pi, \pi_T)`.
 
-    The entropy and the KL divergence are aggregated like the policy loss.
+    The entropy and the divergences from reference and teacher are aggregated like the policy loss.
     """
 
     policy_loss: PolicyLossBase
@@ -85,6 +90,8 @@ class ActorObjective:
     correction: RolloutCorrection | None = None
     """The rollout correction with `bypass`, which compares the current log-probs with the rollout's, given as the old
     ones; None: what it says is in `weighted` and the mask already."""
+    distillation: Distillation | None = None
+    """The teacher's term of the loss; None: there is no teacher, or it is in the advantages."""
     horizon: int | None = None
     """Maximum response length in tokens, for `seq-mean-token-sum-norm`; None: the longest of the mini-batch."""
     together: int = 1
@@ -97,12 +104,14 @@ class ActorObjective:
         if self.correction is not None and "old_log_probs" not in needs:
             needs += self.correction.needs
         ref = ("ref_log_probs",) if self.kl_in_loss is not None else ()
-        return ("loss_mask", "advantages", *needs, *ref, *(("rollout_is_weights",) if self.weighted else ()))
+        teacher = TEACHER if self.distillation is not None else ()
+        return ("loss_mask", "advantages", *needs, *ref, *teacher, *(("rollout_is_weights",) if self.weighted else ()))
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """See `Objective.outputs`."""
-        return ("log_probs", "entropy") if self.entropy_coef else ("log_probs",)
+        entropy = ("entropy",) if self.entropy_coef else ()
+        return ("log_probs", *entropy, *(("topk_log_probs", "tail_log_probs") if self.distillation is not None else ()))
 
     @property
     def selection(self) -> Selection | None:
@@ -138,6 +147,12 @@ class ActorObjective:
             kl = kl_divergence(log_probs, batch["ref_log_probs"], self.kl_estimator)
             metrics["actor/kl_loss"] = aggregate(kl, mask, how, normalizers)
             loss = loss + self.kl_in_loss * metrics["actor/kl_loss"]
+        if self.distillation is not None:
+            top, tail = outputs["topk_log_probs"], outputs["tail_log_probs"]
+            teacher = batch["teacher_topk_log_probs"], batch["teacher_tail_log_probs"]
+            divergence = self.distillation.of_tokens(top, tail, *teacher)
+            metrics["actor/distillation_loss"] = aggregate(divergence, mask, how, normalizers)
+            loss = loss + self.distillation.coef * metrics["actor/distillation_loss"]
         return loss, metrics
 
     def _kept(

@@ -22,6 +22,7 @@ from ratchet.rlhf.config.sections import (
     RewardConfig,
     RewardModelConfig,
     RunSection,
+    TeacherConfig,
     Tracker,
     TrainerConfig,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "RunSection",
     "SFTConfig",
     "Section",
+    "TeacherConfig",
     "Tracker",
     "TrainerConfig",
     "differences",

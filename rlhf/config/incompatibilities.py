@@ -181,6 +181,18 @@ def _teacher_fits(config: RunConfig) -> Iterator[str]:
         yield "teacher is set, but nothing learns from it: set algorithm.distillation={}, or remove it"
     if teacher is not None and teacher.lora is not None:
         yield "teacher.lora is set, but the teacher does not learn: remove it"
+    if distillation is not None and distillation.in_loss and teacher is not None and not teacher.top_k:
+        yield (
+            f"algorithm.distillation.divergence {distillation.divergence} sums over the teacher's most likely tokens, "
+            "and teacher.top_k is 0: set teacher.top_k=64"
+        )
+    engine = config.actor.engine
+    if teacher is not None and teacher.top_k and (engine.own_layers or engine.matrices_are_split):
+        key = f"actor.engine {engine.type}" if engine.own_layers else "actor.engine.tensor_parallel"
+        yield (
+            f"teacher.top_k is not supported yet by {key}, whose processes have a part of the vocabulary each: set "
+            "teacher.top_k=0 with algorithm.distillation.divergence=sampled, or another actor.engine"
+        )
     advantage = config.algorithm.advantage
     if not advantage.learns_from_reward and distillation is None and teacher is None and config.train.updates:
         yield (

@@ -31,6 +31,7 @@ from ratchet.rlhf.config.sections import (
     ReferenceConfig,
     RewardConfig,
     RolloutConfig,
+    TeacherConfig,
     Tracker,
     TrainConfig,
     TrainerConfig,
@@ -71,7 +72,7 @@ class RunConfig(Section):
     actor: ActorConfig = Field(ActorConfig(), description="how the actor is updated")
     critic: CriticConfig | None = Field(CriticConfig(), description="how the critic is updated; null: no critic")
     reference: ReferenceConfig = Field(ReferenceConfig(), description="reference model")
-    teacher: ModelConfig | None = Field(
+    teacher: TeacherConfig | None = Field(
         None, description="model that algorithm.distillation learns from, with the actor's vocabulary; null: none"
     )
     pools: Annotated[dict[str, PoolConfig], NULL_IS_OFF] = Field(

@@ -119,6 +119,15 @@ class ModelConfig(Section):
         return hash(self.model_dump_json())  # a dictionary among the values has no hash
 
 
+class TeacherConfig(ModelConfig):
+    top_k: int = Field(
+        0,
+        ge=0,
+        description="most likely tokens that are stored with their log-probs for each response token; 0: only the "
+        "log-prob of the token that was drawn",
+    )
+
+
 class CurriculumConfig(Section):
     """A curriculum: prompts that the policy always or never solved teach little, and are drawn less often."""
 

@@ -92,9 +92,9 @@ class Team:
         tokens = (position // width == self.index).nonzero().flatten()
         return OwnTokens(tokens, (sequence * width + position % width)[tokens])
 
-    def whole(self, values: Float[Tensor, " mine"], own: OwnTokens, count: int) -> Float[Tensor, " tokens"]:
+    def whole(self, values: Float[Tensor, "mine ..."], own: OwnTokens, count: int) -> Float[Tensor, "tokens ..."]:
         """Combines the values of all members, of so many tokens; gradients flow only to this process's values."""
-        return self.summed(values.new_zeros(count).index_copy(0, own.tokens, values))
+        return self.summed(values.new_zeros((count, *values.shape[1:])).index_copy(0, own.tokens, values))
 
     def summed(self, local: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Sums a tensor over the members; gradients flow only to this process's share."""

@@ -53,6 +53,12 @@ class VocabularyShare:
     """Number of processes in the team."""
 
 
+TOP_K = frozenset({"topk_ids", "topk_log_probs"})
+"""Outputs with several values for each token."""
+NO_MASS = -100.0
+"""Stands for the log-prob of what has no probability: e to this power is 0 beside any that float32 adds to it."""
+
+
 class TokenOutputs(torch.nn.Module):
     """The module that an engine shards and calls; the parameters of the model inside keep their names."""
 
@@ -119,6 +125,7 @@ class TokenOutputs(torch.nn.Module):
         shared: SharedPrompts | Segments | None = None,
         copies: Int[Tensor, "sequences time"] | None = None,
         own: OwnTokens | None = None,
+        top: Int[Tensor, "tokens k"] | int = 0,
     ) -> dict[str, Tensor]:
         """Computes outputs at selected positions.
 
@@ -131,10 +138,13 @@ class TokenOutputs(torch.nn.Module):
                 auxiliary loss is not computed.
             own: the targets in this process's share, if a team splits the sequences; None: they are found, for which a
                 GPU waits.
+            top: tokens of the vocabulary for each position; or a number, for the most likely ones; 0: none.
 
         Returns:
             Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats and `sum_pi_squared`, `values`,
-            or `scores`; and the scalar `router_aux_loss` if `copies` is given.
+            or `scores`; and the scalar `router_aux_loss` if `copies` is given. With `top`, also the log-probs of these
+            tokens, `topk_log_probs`, shape (tokens, k), and of all others together, `tail_log_probs`; with a number
+            also `topk_ids`, which float32 holds exactly, shape (tokens, k).
         """
         if self.team is None:
             attend_to: dict[str, Any] = {}
@@ -142,7 +152,7 @@ class TokenOutputs(torch.nn.Module):
                 attend_to = prefix_sharing.inputs(shared)
                 if position_ids is None:  # some models would count them in the mask
                     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-            return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, copies, **attend_to)
+            return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, copies, top, **attend_to)
         team = self.team
         before = input_ids.shape[1]
         input_ids, positions = team.padded(input_ids, position_ids)
@@ -158,6 +168,7 @@ class TokenOutputs(torch.nn.Module):
             temperature,
             outputs,
             copies,
+            top if isinstance(top, int) else top.index_select(0, own.tokens),
             **attend,
         )
         router = {ROUTER_LOSS: local.pop(ROUTER_LOSS)} if copies is not None else {}
@@ -172,6 +183,7 @@ class TokenOutputs(torch.nn.Module):
         temperature: float,
         outputs: tuple[str, ...],
         copies: Tensor | None,
+        top: Tensor | int,
         **attend: Any,
     ) -> dict[str, Tensor]:
         inputs = {"input_ids": input_ids, "position_ids": position_ids, **attend}
@@ -184,17 +196,24 @@ class TokenOutputs(torch.nn.Module):
         hidden = computed.last_hidden_state.flatten(0, 1).index_select(0, at)
         if self.head == "reward":
             return {"scores": self.model.score(hidden)[:, 0].float()}
-        policy = self._of_policy(hidden, targets, temperature, outputs)
+        policy = self._of_policy(hidden, targets, temperature, outputs, top)
         if self.router_loss is None or copies is None:
             return policy
         summed = (lambda local: local) if self.team is None else self.team.summed
         return policy | {ROUTER_LOSS: self.router_loss(computed.router_logits, copies.flatten(), summed)}
 
     def _of_policy(
-        self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        outputs: tuple[str, ...],
+        top: Tensor | int = 0,
     ) -> dict[str, Tensor]:
+        has_top = not isinstance(top, int) or top > 0
         # Liger's kernel knows neither entropy nor temperature, and only a plain matrix
-        if self.kernels == "liger" and "entropy" not in outputs and temperature == 1.0 and self._has_plain_head():
+        is_plain = "entropy" not in outputs and not has_top and temperature == 1.0
+        if self.kernels == "liger" and is_plain and self._has_plain_head():
             return {"log_probs": liger_log_probs(hidden, self.model.get_output_embeddings().weight, targets)}
         members = 1 if self.vocabulary is None else self.vocabulary.members
         limit = LOGITS_BYTES
@@ -206,15 +225,20 @@ class TokenOutputs(torch.nn.Module):
         if self.in_step:
             count = ranks.largest(count)
         if count <= 1:
-            return self._piece(hidden, targets, temperature, outputs)
+            return self._piece(hidden, targets, top, temperature, outputs)
         pieces = [
             checkpoint(self._piece, *piece, temperature, outputs, use_reentrant=False)
-            for piece in zip(torch.tensor_split(hidden, count), torch.tensor_split(targets, count), strict=True)
+            for piece in zip(
+                torch.tensor_split(hidden, count),
+                torch.tensor_split(targets, count),
+                [top] * count if isinstance(top, int) else torch.tensor_split(top, count),
+                strict=True,
+            )
         ]
         return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
     def _piece(
-        self, hidden: Tensor, targets: Tensor, temperature: float, outputs: tuple[str, ...]
+        self, hidden: Tensor, targets: Tensor, top: Tensor | int, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
         compute = (
             compiled_log_probs() if self.kernels == "compile" and self.vocabulary is None else log_probs_and_entropy
@@ -223,7 +247,16 @@ class TokenOutputs(torch.nn.Module):
         optional = {}
         if "sum_pi_squared" in outputs:  # first: the gradient of the others overwrites the logits
             optional["sum_pi_squared"] = sum_pi_squared(logits.detach(), temperature, self.vocabulary)
-        log_probs, entropy = compute(logits, targets, temperature, entropy="entropy" in outputs, share=self.vocabulary)
+        with_entropy = "entropy" in outputs
+        if not isinstance(top, int) or top:
+            assert self.vocabulary is None, "the config refuses it: this process has a part of the vocabulary"
+            if isinstance(top, int):
+                top = most_likely(logits.detach(), top)
+                optional["topk_ids"] = top.float()
+            log_probs, entropy, *of_top = log_probs_of_top(logits, targets, top, temperature, entropy=with_entropy)
+            optional["topk_log_probs"], optional["tail_log_probs"] = of_top
+        else:
+            log_probs, entropy = compute(logits, targets, temperature, entropy=with_entropy, share=self.vocabulary)
         if entropy is not None:
             optional["entropy"] = entropy
         return {"log_probs": log_probs, **optional}
@@ -310,7 +343,36 @@ def log_probs_and_entropy(
     if torch.compiler.is_compiling():  # fuses what the other writes in place
         log_probs, _, entropies = _of_block(_scaled(logits, temperature), targets, entropy=entropy)
         return log_probs, entropies
-    return _LogProbs.apply(logits, targets, temperature, entropy)  # type: ignore[no-any-return,no-untyped-call]
+    log_probs, entropies, *_ = _LogProbs.apply(logits, targets, temperature, entropy, None)  # type: ignore[no-untyped-call]
+    return log_probs, entropies
+
+
+def log_probs_of_top(
+    logits: Float[Tensor, "tokens vocab"],
+    targets: Int[Tensor, " tokens"],
+    ids: Int[Tensor, "tokens k"],
+    temperature: float,
+    *,
+    entropy: bool,
+) -> tuple[
+    Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None, Float[Tensor, "tokens k"], Float[Tensor, " tokens"]
+]:
+    """Computes log-probs and entropy as `log_probs_and_entropy` does, and the log-probs of other tokens.
+
+    Args:
+        ids: distinct tokens of a vocabulary, for each position. Those that these logits lack have log-prob `NO_MASS`.
+
+    Returns:
+        Log-probs of the targets, entropy (or None), log-probs of `ids`, and the log of the probability of all tokens
+        that are not in `ids`, which is at least `NO_MASS`; in nats, float32.
+    """
+    return _LogProbs.apply(logits, targets, temperature, entropy, ids)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def most_likely(logits: Float[Tensor, "tokens vocab"], k: int) -> Int[Tensor, "tokens k"]:
+    """Returns the k most likely tokens, in descending order."""
+    ids = [logits[rows].topk(k).indices for rows in _blocks(logits)]
+    return torch.cat(ids) if ids else logits.new_empty((0, k), dtype=torch.long)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -330,28 +392,52 @@ class _LogProbs(torch.autograd.Function):
     """Log-probs and entropy; the gradient of the logits takes over their memory.
 
     With g and e, the gradients of a token's log-prob and entropy, that of its scaled logits is
-    :math:`g (1_{v=y} - \\pi_v) - e \\pi_v (\\log\\pi_v + H)`.
+    :math:`g (1_{v=y} - \\pi_v) - e \\pi_v (\\log\\pi_v + H)`. Given also :math:`g_i`, the gradients of the log-probs of
+    tokens i, and r, that of the log of the probability :math:`\\rho` of all others, there is also
+    :math:`-\\pi_v (r + \\sum_i g_i)`, plus :math:`g_v` for these tokens and :math:`r \\pi_v / \\rho` for the others.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy: bool, ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         log_probs, normalizers, entropies = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
+        known = top = tails = None
+        if ids is not None:
+            top, tails = torch.empty_like(ids, dtype=torch.float32), torch.empty_like(log_probs)
+            known = ids < logits.shape[-1]
+            # a token that these logits lack gets no gradient; the one with the smallest number, which they have, takes
+            # its place in what is read
+            ids = torch.where(known, ids, ids.amin(-1, keepdim=True)).clamp(max=logits.shape[-1] - 1)
         for rows in _blocks(logits):
             scaled = _scaled(logits[rows], temperature)
             log_probs[rows], normalizers[rows], of_rows = _of_block(scaled, targets[rows], entropy=entropy)
             if of_rows is not None:
                 entropies[rows] = of_rows
-        ctx.save_for_backward(logits, targets, normalizers, entropies if entropy else None)
+            if ids is not None and top is not None and tails is not None and known is not None:
+                of_top = scaled.gather(-1, ids[rows]) - normalizers[rows, None]
+                top[rows] = of_top.masked_fill(~known[rows], NO_MASS)
+                rest = scaled.scatter(-1, ids[rows], -torch.inf).logsumexp(-1)
+                tails[rows] = (rest - normalizers[rows]).clamp(min=NO_MASS)
+        ctx.save_for_backward(logits, targets, normalizers, entropies if entropy else None, ids, known, tails)
         ctx.temperature = temperature
-        return log_probs, entropies if entropy else None
+        return log_probs, entropies if entropy else None, top, tails
 
     @staticmethod
-    def backward(ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None) -> tuple[Tensor, None, None, None]:
-        logits, targets, normalizers, entropies = ctx.saved_tensors
+    def backward(
+        ctx: Any,
+        of_log_probs: Tensor,
+        of_entropies: Tensor | None,
+        of_top: Tensor | None,
+        of_tails: Tensor | None,
+    ) -> tuple[Tensor, None, None, None, None]:
+        logits, targets, normalizers, entropies, ids, known, tails = ctx.saved_tensors
         for rows in _blocks(logits):
             log_pi = _scaled(logits[rows], ctx.temperature) - normalizers[rows, None]
+            others: Tensor | None = None
+            if ids is not None:
+                assert of_top is not None and of_tails is not None
+                others = _gradient_of_top(log_pi, ids[rows], of_top[rows] * known[rows], tails[rows], of_tails[rows])
             weights = of_log_probs[rows, None]
             if entropies is None:
                 gradients = log_pi.exp_().mul_(-weights)
@@ -361,8 +447,18 @@ class _LogProbs(torch.autograd.Function):
                 gradients = log_pi.add_(entropies[rows, None]).mul_(of_entropies[rows, None]).add_(weights)
                 gradients.mul_(pi).neg_()
             gradients.scatter_add_(-1, targets[rows, None], weights)
+            if others is not None:
+                gradients.add_(others)
             logits[rows] = gradients.div_(ctx.temperature) if ctx.temperature != 1.0 else gradients
-        return logits, None, None, None
+        return logits, None, None, None, None
+
+
+def _gradient_of_top(log_pi: Tensor, ids: Tensor, of_top: Tensor, tails: Tensor, of_tails: Tensor) -> Tensor:
+    """Returns the gradient of scaled logits, given those of the log-probs of `ids` and of the rest; see `_LogProbs`."""
+    of_tails = of_tails.where(tails > NO_MASS, 0.0)  # there is no rest
+    in_rest = (log_pi - tails[:, None]).exp_().scatter_(-1, ids, 0.0).mul_(of_tails[:, None])
+    total = (of_top.sum(-1) + of_tails)[:, None]
+    return in_rest.addcmul_(log_pi.exp(), total, value=-1.0).scatter_add_(-1, ids, of_top)
 
 
 def _block_bytes(on: Tensor) -> int:

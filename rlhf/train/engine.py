@@ -33,21 +33,38 @@ class InferenceEngine(Protocol):
     """A model that computes outputs: actor and reference give log_probs and entropy, a critic gives values."""
 
     def infer(
-        self, batch: TrajectoryBatch, outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+        self,
+        batch: TrajectoryBatch,
+        outputs: Iterable[str],
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        top_k: int = 0,
     ) -> dict[str, pa.Array]:
         """Computes per-token outputs without gradients.
 
         Args:
-            outputs: names of the outputs: `log_probs` and `entropy` in nats and `sum_pi_squared`, or `values`.
+            outputs: names of the outputs: `log_probs` and `entropy` in nats and `sum_pi_squared`, or `values`;
+                `topk_ids`, `topk_log_probs` and `tail_log_probs` describe the most likely tokens.
+            top_k: number of most likely tokens.
 
         Returns:
-            Columns by name: one float32 list per row of the batch, with one value per response token.
+            Columns by name: one float32 list per row of the batch, with one value per response token, or `top_k` of
+            `topk_ids` and `topk_log_probs`.
         """
-        [computed] = self.infer_each([batch], outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        [computed] = self.infer_each(
+            [batch], outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens, top_k=top_k
+        )
         return computed
 
     def infer_each(
-        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+        self,
+        batches: Sequence[TrajectoryBatch],
+        outputs: Iterable[str],
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        top_k: int = 0,
     ) -> list[dict[str, pa.Array]]:
         """Computes the outputs of several batches as `infer` does, bit for bit; together, so that fewer ranks wait."""
         ...

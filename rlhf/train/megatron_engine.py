@@ -73,6 +73,7 @@ class MegatronOutputs(TokenOutputs):
         temperature: float,
         outputs: tuple[str, ...],
         copies: Tensor | None,
+        top: Tensor | int,
         **attend: Any,
     ) -> dict[str, Tensor]:
         assert position_ids is None and copies is None and not attend, "sequences are padded on the right"
@@ -181,8 +182,15 @@ class MegatronEngine(ModelEngine):
         return self.decoder.output_layer  # type: ignore[no-any-return]
 
     def infer_each(
-        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+        self,
+        batches: Sequence[TrajectoryBatch],
+        outputs: Iterable[str],
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        top_k: int = 0,
     ) -> list[dict[str, pa.Array]]:
+        assert not top_k, "the config refuses it: each rank has a part of the vocabulary"
         self.groups.enter()
         return super().infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
 

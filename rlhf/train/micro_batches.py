@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 MASKED = 2**26
 """Maximum size of the masks of shared prompts, in elements."""
+TOP_K_IDS = "teacher_topk_ids"
+TOP_K_COLUMNS = frozenset({TOP_K_IDS, "teacher_topk_log_probs"})
+"""Columns with several values for each response token."""
 Layout = Literal["padded", "packed", "shared"]
 """Arrangement of a micro-batch's sequences, each a prompt and its response.
 
@@ -156,6 +159,8 @@ class MicroBatch:
     """Attention structure of a row of several sequences; None: padded."""
     own: OwnTokens | None = None
     """The response tokens in this process's share, if a team splits the sequences."""
+    top: Int[Tensor, "tokens k"] | int = 0
+    """For each response token, the teacher's most likely tokens; or how many of the model's own to find; 0: none."""
 
     @classmethod
     def of(
@@ -227,6 +232,9 @@ class MicroBatch:
             tokens=int(copies.sum()),
             shared=shared,
             own=None if team is None else team.own(indices, input_ids.shape[1]),
+            top=torch.from_numpy(part.flat(TOP_K_IDS).astype(np.int64)).view(len(response_ids), -1)
+            if TOP_K_IDS in part
+            else 0,
         )
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -242,12 +250,17 @@ class MicroBatch:
             copies=accelerator.placed(self.copies, device),
             shared=None if self.shared is None else self.shared.to(device),
             own=None if self.own is None else self.own.to(device),
+            top=self.top if isinstance(self.top, int) else accelerator.placed(self.top, device),
         )
 
-    def padded(self, per_token: Float[Tensor, " tokens"]) -> Float[Tensor, "micro response"]:
-        """Pads values of the response tokens, shape (tokens,), with 0 to shape (micro-batch, response)."""
-        flat = per_token.new_zeros(len(self.rows) * self.horizon).index_copy(0, self.padded_at, per_token)
-        return flat.view(len(self.rows), self.horizon)
+    def padded(self, per_token: Float[Tensor, "tokens ..."]) -> Float[Tensor, "micro response ..."]:
+        """Pads values of the response tokens, shape (tokens,), with 0 to shape (micro-batch, response).
+
+        With k values for each token, both shapes have a further dimension.
+        """
+        size = len(self.rows) * self.horizon
+        flat = per_token.new_zeros((size, *per_token.shape[1:])).index_copy(0, self.padded_at, per_token)
+        return flat.view(len(self.rows), self.horizon, *per_token.shape[1:])
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,9 +32,10 @@ from ratchet.rlhf.models.hub_layout import copy_weights, hub_layout, split
 from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
 from ratchet.rlhf.models.sequence_parallel import Team
 from ratchet.rlhf.models.skeleton import Skeleton
-from ratchet.rlhf.models.token_outputs import Head, TokenOutputs
+from ratchet.rlhf.models.token_outputs import TOP_K, Head, TokenOutputs
 from ratchet.rlhf.train.engine import InferenceEngine, OptimizerPlan
 from ratchet.rlhf.train.micro_batches import (
+    TOP_K_COLUMNS,
     Layout,
     MicroBatch,
     Piece,
@@ -250,19 +252,31 @@ class ModelEngine(InferenceEngine, ABC):
     # Computing.
 
     def infer_each(
-        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+        self,
+        batches: Sequence[TrajectoryBatch],
+        outputs: Iterable[str],
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        top_k: int = 0,
     ) -> list[dict[str, pa.Array]]:
         names = tuple(outputs)
         lengths = [batch.lengths("response_ids") for batch in batches]
         starts = [np.concatenate([[0], np.cumsum(of_batch)]) for of_batch in lengths]
-        flat = [{name: np.zeros(of_batch[-1], dtype=np.float32) for name in names} for of_batch in starts]
+        widths = {name: top_k if name in TOP_K else 1 for name in names}
+        flat = [
+            {name: np.zeros((of_batch[-1], width), dtype=np.float32) for name, width in widths.items()}
+            for of_batch in starts
+        ]
         # rounding depends on the rows of a micro-batch, so none mixes two batches; they are only dealt together
         micro_batches = self._dealt(batches, micro_batch_tokens)
         # all outputs leave a GPU together, so that it never waits for the host in between
-        parts = self._outputs([micro for *_, micro in micro_batches], names, temperature)
+        parts = self._outputs([replace(micro, top=top_k) for *_, micro in micro_batches], names, temperature)
         computed = [outputs for _, outputs in parts]
         columns = {name: [outputs[name] for outputs in computed] for name in names}
-        on_host = {name: torch.cat(values).cpu().numpy() for name, values in columns.items() if values}
+        on_host = {
+            name: torch.cat(values).view(-1, widths[name]).cpu().numpy() for name, values in columns.items() if values
+        }
         begins = np.cumsum([0, *(len(micro.targets) for *_, micro in micro_batches)])
         for (number, rows, _), first in zip(micro_batches, begins, strict=False):
             begin, end = starts[number][:-1], starts[number][1:]
@@ -270,7 +284,7 @@ class ModelEngine(InferenceEngine, ABC):
             for name in names:
                 flat[number][name][where] = on_host[name][first : first + len(where)] if self.counts else 0
         return [
-            {name: ragged(self._from_all(values), of_batch) for name, values in by_name.items()}
+            {name: ragged(self._from_all(values).ravel(), widths[name] * of_batch) for name, values in by_name.items()}
             for by_name, of_batch in zip(flat, lengths, strict=True)
         ]
 
@@ -294,6 +308,10 @@ class ModelEngine(InferenceEngine, ABC):
         normalizers = LossNormalizers.of(mini_batch.padded("loss_mask"))
         micro_batches = list(self._micro_batches(mini_batch, plan.micro_batch_tokens, objective.together))
         padded = {name: mini_batch.padded(name).float() for name in objective.columns}
+        # several values for each token
+        padded |= {
+            name: padded[name].view(len(mini_batch), normalizers.horizon, -1) for name in TOP_K_COLUMNS & padded.keys()
+        }
         columns = {name: accelerator.placed(values, self.device) for name, values in padded.items()}
         # a selection compares all tokens of the mini-batch, so it needs their outputs first
         if objective.selection is not None:
@@ -374,8 +392,9 @@ class ModelEngine(InferenceEngine, ABC):
         shape: tuple[int, int],
     ) -> dict[str, Tensor]:
         """Computes the model's outputs for the whole mini-batch, without gradients, shape (batch, response)."""
-        whole = {name: torch.zeros(shape, device=self.device) for name in objective.outputs}
-        computed = self._outputs([micro for _, micro in micro_batches], objective.outputs, plan.temperature)
+        names = tuple(name for name in objective.outputs if name not in TOP_K)  # no selection compares these
+        whole = {name: torch.zeros(shape, device=self.device) for name in names}
+        computed = self._outputs([replace(micro, top=0) for _, micro in micro_batches], names, plan.temperature)
         for (rows, _), (micro, outputs) in zip(micro_batches, computed, strict=True):
             for name, values in outputs.items():
                 padded = micro.padded(values)[: len(rows)] if self.counts else 0
@@ -460,15 +479,15 @@ class ModelEngine(InferenceEngine, ABC):
     def _forward(
         self, micro: MicroBatch, outputs: Iterable[str], temperature: float, *, with_router: bool = False
     ) -> dict[str, Tensor]:
-        """Computes outputs by name, shape (response tokens of the micro-batch,), of a micro-batch on the device.
+        """Computes outputs by name of a micro-batch on the device, shape (response tokens of the micro-batch,).
 
-        `with_router` adds the scalar `router_aux_loss`.
+        Those in `TOP_K` have k values for each token. `with_router` adds the scalar `router_aux_loss`.
         """
         assert not self.weights_buffers.in_use, "the weights are not on the device"
         copies = micro.copies if with_router else None
         ids, positions, shared = micro.input_ids, micro.position_ids, micro.shared
         targets, names = (micro.at, micro.targets), tuple(outputs)
-        return self._call(ids, positions, *targets, temperature, names, shared, copies, micro.own)
+        return self._call(ids, positions, *targets, temperature, names, shared, copies, micro.own, micro.top)
 
     def _from_all(self, values: np.ndarray) -> np.ndarray:
         """Combines the values of all ranks, each of which has filled in its own rows and left the others 0."""
@@ -631,12 +650,20 @@ class WithoutAdapters(InferenceEngine):
         self.actor = actor
 
     def infer_each(
-        self, batches: Sequence[TrajectoryBatch], outputs: Iterable[str], *, temperature: float, micro_batch_tokens: int
+        self,
+        batches: Sequence[TrajectoryBatch],
+        outputs: Iterable[str],
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        top_k: int = 0,
     ) -> list[dict[str, pa.Array]]:
         """Computes per-token outputs of the base model; see `InferenceEngine.infer_each`."""
         infer_each = self.actor.infer_each
         with lora.off(self.actor.model):
-            return infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+            return infer_each(
+                batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens, top_k=top_k
+            )
 
 
 def float32_model(engine: ModelEngine) -> PreTrainedModel:

@@ -98,7 +98,8 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         old = batch.padded("old_log_probs" if "old_log_probs" in batch else "rollout_log_probs").double()
         teacher = batch.padded("teacher_log_probs").double()
         metrics["actor/teacher_kl"] = float(((old - teacher) * drawn).sum() / drawn.sum())
-        estimates = estimates + config.distillation(old, teacher, drawn)
+        if not config.distillation.in_loss:
+            estimates = estimates + config.distillation(old, teacher, drawn)
         # the teacher scores every trajectory of the policy, whatever its reward
         teaches, loss_mask = teaches | ~by_expert, torch.maximum(loss_mask, drawn)
     estimates = estimates.where(~is_supervised[:, None], mask)  # an advantage of 1: supervised learning

@@ -6,10 +6,10 @@ import numpy as np
 from pydantic import JsonValue
 
 from ratchet.infra.workers.calls import Context
-from ratchet.rlhf.algorithms import RolloutCorrection
+from ratchet.rlhf.algorithms import Distillation, RolloutCorrection
 from ratchet.rlhf.algorithms.kl import Estimator
-from ratchet.rlhf.algorithms.objectives import ActorObjective
-from ratchet.rlhf.batch import ragged
+from ratchet.rlhf.algorithms.objectives import TEACHER, ActorObjective
+from ratchet.rlhf.batch import TrajectoryBatch, ragged
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.sections import UpdateConfig
 from ratchet.rlhf.config.user_algorithms import AnyPolicyLoss, loaded
@@ -30,6 +30,7 @@ class UpdateActorConfig(StageConfig):
     kl_estimator: Estimator = key("algorithm.kl.loss_estimator")
     entropy_coef: float = key("algorithm.entropy_coef")
     rollout_correction: RolloutCorrection | None = key("algorithm.rollout_correction")
+    distillation: Distillation | None = key("algorithm.distillation")
     critic_warmup_iterations: int | None = key("critic.warmup_iterations")
     trainer: UpdateConfig = section("actor")
     # the loaded engine has them
@@ -48,6 +49,9 @@ def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
         draw = generator(config.seed, context.call.stage, context.iteration, "selection")
         noise = ragged(draw.random(lengths.sum(), dtype=np.float32), lengths)
         batch = batch.with_column("selection_noise", noise)
+    distillation = config.distillation if config.distillation is not None and config.distillation.in_loss else None
+    if distillation is None and "teacher_topk_ids" in batch:
+        batch = TrajectoryBatch(batch.table.drop_columns(list(TEACHER)))
     objective = ActorObjective(
         policy_loss=loss,
         kl_in_loss=config.kl_in_loss,
@@ -55,6 +59,7 @@ def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
         entropy_coef=config.entropy_coef,
         on_policy="old_log_probs" not in batch,
         correction=bypass,
+        distillation=distillation,
         weighted=not batch.array("rollout_is_weights").null_count,
         horizon=config.max_response_tokens,
     )
@@ -90,6 +95,7 @@ UPDATE_ACTOR = UpdateStage(
         "advantages": ("advantages", "loss_mask", "rollout_is_weights"),
         "old_log_probs": ("old_log_probs",),
         "ref_log_probs": ("ref_log_probs",),
+        "teacher_log_probs": TEACHER,
     },
     outside=("loss",),
     compute=update_actor,

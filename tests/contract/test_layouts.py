@@ -42,14 +42,17 @@ from tests.contract.test_train_engines import (
     ENGINES,
     OF_TRANSFORMERS,
     PLAN,
+    TOP,
     Aborts,
     Head,
     Kind,
     assert_close,
     assert_same_update,
+    distilling,
     folder_of,
     infer,
     kind_of,
+    taught,
 )
 from tests.ranks import Ranks, in_another_process, only_rank
 from tests.tiers import sampled
@@ -218,6 +221,40 @@ def test_two_processes_pick_the_tokens_that_one_picks(
     expected = ENGINES["torch"](policy_folder, "policy").update(batch, objective, DEALT)
     told = ranks(run, Kind("fsdp", "policy", policy_folder, objective, ("log_probs",), "advantages"), batch, options)
     assert told[0]["metrics"] == told[1]["metrics"] == pytest.approx(expected, rel=2e-3, abs=1e-4)
+
+
+def run_taught(kind: Kind, batch: TrajectoryBatch, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model as a teacher, and what it learns from one."""
+    names = ("topk_ids", "topk_log_probs", "tail_log_probs")
+    engine = kind.build(**options)
+    found = engine.infer(batch, names, temperature=0.7, micro_batch_tokens=20, top_k=TOP)
+    told = run(kind, batch, options, engine=engine)
+    return {name: column.to_pylist() for name, column in found.items()}, told
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        *((engine, {}) for engine in OF_TRANSFORMERS),
+        ("torch", {"sequence_parallel": 2, "packing": True}),
+        ("fsdp", {"sequence_parallel": 2, "packing": False}),
+    ],
+    ids=str,
+)
+def test_two_processes_learn_from_a_teacher(
+    engine: str, options: dict[str, Any], policy_folder: Path, batch: TrajectoryBatch, ranks: Ranks
+) -> None:
+    kind = replace(kind_of(engine, "policy", policy_folder, policy_folder), objective=distilling("jsd"))
+    batch = taught(batch)
+    expected, one = run_taught(replace(kind, engine="torch"), batch, {})
+    (teacher, told), (others, theirs) = ranks(run_taught, kind, batch, options)
+    assert teacher == others and told["metrics"] == theirs["metrics"] and told["digest"] == theirs["digest"]
+    assert_close(teacher, expected)
+    assert told["metrics"] == pytest.approx(one["metrics"], rel=2e-3, abs=1e-4)
+    loaded, alone = (ENGINES["torch"](kind.folder, "policy") for _ in range(2))
+    loaded.load_state(StoredState.of(together([told, theirs])))
+    alone.load_state(StoredState.of(one["files"]))
+    assert_same_update(loaded, alone)
 
 
 def test_experts_are_not_cut(mixtures: dict[str, Path], ranks: Ranks) -> None:

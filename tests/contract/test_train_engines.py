@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ratchet.rlhf.algorithms import PPOClip
+from ratchet.rlhf.algorithms.distillation import Distillation, Divergence
 from ratchet.rlhf.algorithms.masked import LossNormalizers
 from ratchet.rlhf.algorithms.objectives import ActorObjective, CriticObjective, Objective, SupervisedObjective
 from ratchet.rlhf.algorithms.optimizers import AdamW
@@ -725,3 +726,100 @@ def test_a_reference_has_the_type_of_the_computation(engine: str, policy_folder:
         assert torch.equal(reference.get("model", name).cpu(), tensor.bfloat16().float())
     # a bfloat16 has 8 bits, as above
     assert_close(infer(reference, kind, batch), infer(kind.build(), kind, batch), atol=0.3)
+
+
+TOP = 7
+LOSSES: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd")
+
+
+def taught(batch: TrajectoryBatch) -> TrajectoryBatch:
+    """The batch with the most likely tokens of a teacher that has another opinion of each token, and one token more
+    than the model."""
+    lengths = batch.lengths("response_ids")
+    logits = 3 * torch.randn(lengths.sum(), 79, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    log_probs = logits.log_softmax(-1)
+    log_probs[:, 78] = log_probs.amax(-1)
+    top = log_probs.topk(TOP)
+    tail = log_probs.scatter(-1, top.indices, -torch.inf).logsumexp(-1)
+    for name, values in (
+        ("teacher_topk_ids", ragged(top.indices.flatten().numpy(), TOP * lengths)),
+        ("teacher_topk_log_probs", ragged(top.values.flatten().float().numpy(), TOP * lengths)),
+        ("teacher_tail_log_probs", ragged(tail.float().numpy(), lengths)),
+    ):
+        batch = batch.with_column(name, values)
+    return batch
+
+
+def distilling(divergence: Divergence) -> ActorObjective:
+    """The loss of the teacher beside that of the reward, with an entropy."""
+    return ActorObjective(
+        PPOClip(),
+        kl_in_loss=None,
+        kl_estimator="k3",
+        entropy_coef=0.01,
+        on_policy=False,
+        distillation=Distillation(divergence=divergence, coef=2.0),
+    )
+
+
+def naive_top(model: torch.nn.Module, batch: TrajectoryBatch, ids: list[Tensor] | None) -> dict[str, list[Tensor]]:
+    """Log-probs of tokens, or of the most likely ones, and of the rest, of each row."""
+    found: dict[str, list[Tensor]] = {"topk_ids": [], "topk_log_probs": [], "tail_log_probs": []}
+    for row, (prompt, response) in enumerate(zip(batch.list("prompt_ids"), batch.list("response_ids"), strict=True)):
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / 0.7
+        log_probs = torch.cat([logits.log_softmax(-1), torch.full((len(logits), 1), token_outputs.NO_MASS)], -1)
+        chosen = log_probs.topk(TOP).indices if ids is None else ids[row]
+        found["topk_ids"].append(chosen)
+        found["topk_log_probs"].append(log_probs.gather(-1, chosen))
+        found["tail_log_probs"].append(log_probs.scatter(-1, chosen, -torch.inf).logsumexp(-1))
+    return found
+
+
+@pytest.mark.parametrize("engine", OF_TRANSFORMERS)
+@pytest.mark.parametrize("logits", [2**29, 4 * 78 * 3])
+def test_the_most_likely_tokens_are_those_of_a_naive_pass(
+    engine: str, logits: int, policy_folder: Path, batch: TrajectoryBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_outputs, "LOGITS_BYTES", logits)  # all at once, or three tokens
+    kind = kind_of(engine, "policy", policy_folder, policy_folder)
+    names = ("log_probs", "topk_ids", "topk_log_probs", "tail_log_probs")
+    with torch.no_grad():
+        model = doubled(kind)
+        expected = naive_top(model, batch, None) | {"log_probs": naive(model, "policy", batch, 0.7)["log_probs"]}
+    built = kind.build()
+    for budget in (45, 100_000):
+        found = built.infer(batch, names, temperature=0.7, micro_batch_tokens=budget, top_k=TOP)
+        rows = {name: [row.flatten().tolist() for row in expected[name]] for name in names}
+        assert_close({name: found[name].to_pylist() for name in names}, rows)
+
+
+@pytest.mark.parametrize("divergence", LOSSES)
+@pytest.mark.parametrize("engine", OF_TRANSFORMERS)
+def test_a_step_toward_a_teacher_is_that_of_autograd(
+    engine: str, divergence: Divergence, policy_folder: Path, batch: TrajectoryBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With logits in pieces, micro-batches and shared prompts, the gradient is that of a naive pass in float64."""
+    monkeypatch.setattr(token_outputs, "LOGITS_BYTES", 4 * 78 * 3)
+    kind = replace(kind_of(engine, "policy", policy_folder, policy_folder), objective=distilling(divergence))
+    batch = taught(batch)
+    built = kind.build()
+    metrics = built.update(batch, kind.objective, replace(PLAN, mini_batches=(ALL,), grad_clip=None))
+
+    model, horizon = doubled(kind), int(batch.lengths("response_ids").max())
+    ids = [torch.tensor(row).view(-1, TOP) for row in batch.list("teacher_topk_ids")]
+    outputs = naive(model, "policy", batch, 0.7) | naive_top(model, batch, ids)
+    padded = {name: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for name, rows in outputs.items()}
+    columns = {name: batch.padded(name).double() for name in kind.objective.columns}
+    for name in ("teacher_topk_ids", "teacher_topk_log_probs"):
+        columns[name] = columns[name].view(len(batch), horizon, TOP)
+    loss, expected = kind.objective(padded, columns, LossNormalizers.of(columns["loss_mask"]))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert expected["actor/distillation_loss"] > 0.5, "the teacher matters"
+    values = {name: value.item() for name, value in expected.items()}
+    assert {name: metrics[name] for name in values} == pytest.approx(values, rel=1e-4, abs=1e-6)
+    _, optimizer = tensors(built)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        moment = optimizer[f"exp_avg.{name}"].double() / (1 - 0.8)
+        bound = 1e-4 * parameter.grad.abs().max().item()
+        torch.testing.assert_close(moment, parameter.grad, rtol=1e-4, atol=bound)

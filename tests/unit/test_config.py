@@ -168,6 +168,8 @@ WRONG = [
     ("reference={model: {path: m, lora: {}}}", "reference.model.lora is set, but the reference does not learn: remove it"),  # noqa: E501
     ("algorithm.distillation={}", "algorithm.distillation is set without a teacher: set teacher.path"),
     ("algorithm.advantage=none; teacher.path=t", "teacher is set, but nothing learns from it: set algorithm.distillation={}, or remove it"),  # noqa: E501
+    ("teacher=t; algorithm.distillation.divergence=jsd", "algorithm.distillation.divergence jsd sums over the teacher's most likely tokens, and teacher.top_k is 0: set teacher.top_k=64"),  # noqa: E501
+    ("teacher={path: t, top_k: 8}; algorithm.distillation={}; actor.engine={type: fsdp, tensor_parallel: 2}; pools={gpus: {workers: 2}}", "teacher.top_k is not supported yet by actor.engine.tensor_parallel, whose processes have a part of the vocabulary each: set teacher.top_k=0 with algorithm.distillation.divergence=sampled, or another actor.engine"),  # noqa: E501
     ("algorithm.advantage=none", "algorithm.advantage none leaves nothing to learn from: set algorithm.distillation, or another advantage"),  # noqa: E501
     ("teacher={path: t, lora: {}}; algorithm.distillation={}", "teacher.lora is set, but the teacher does not learn: remove it"),  # noqa: E501
     ("reward.function=null", "reward.function names no function: set a function"),

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from benchmarks.peers import problems, table
+from ratchet.rlhf.algorithms import Distillation
 from ratchet.rlhf.config import RunConfig, keys, load_config, parse_config
 from ratchet.rlhf.config.counterparts import SOURCES, Settings, Source
 from ratchet.rlhf.config.engines import FSDPConfig
@@ -505,7 +506,7 @@ def test_verls_distillation_has_a_teacher_and_no_estimator(tmp_path: Path) -> No
     assert config.teacher is not None
     assert config.teacher.path == "Qwen/Qwen3-32B"
     assert config.algorithm.distillation is not None
-    assert config.algorithm.distillation.model_dump() == {"coef": 1.0, "clamp": 10.0}
+    assert config.algorithm.distillation == Distillation(coef=1.0, clamp=10.0)
     assert (config.algorithm.advantage.type, config.rollout.n) == ("none", 1)
     assert config.algorithm.loss.clip_ratio_high == 0.2, "the loss of the distillation has bounds of its own"  # type: ignore[union-attr]
 

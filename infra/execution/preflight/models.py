@@ -160,9 +160,14 @@ def _check_megatron(config: RunConfig, role: str) -> None:
 
 
 def _check_vocabulary(config: RunConfig) -> None:
-    """Checks that the teacher has the policy's vocabulary."""
+    """Checks that the teacher has the policy's vocabulary, and enough tokens for `teacher.top_k`."""
     if config.teacher is None:
         return
+    size = text_config(config.teacher).vocab_size
+    if config.teacher.top_k > size:
+        raise UserError(
+            f"teacher.top_k is {config.teacher.top_k}, more than the {size} tokens of its vocabulary: lower it"
+        )
     own, other = (load_tokenizer(model).get_vocab() for model in (config.model, config.teacher))
     if differs := next((token for token in own if other.get(token) != own[token]), None):
         raise UserError(

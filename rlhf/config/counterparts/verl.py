@@ -80,7 +80,7 @@ def _distillation(settings: Settings) -> Converted:
     if mode not in ("kl", "k1"):
         raise UserError(
             f"{DISTILLATION}.loss_mode is {mode}: algorithm.distillation learns from the log-probs of drawn tokens "
-            "only, which is k1: use it, with use_policy_gradient true"
+            "unless divergence is set, which is k1: use it, with use_policy_gradient true"
         )
     if not settings.flag(f"{DISTILLATION}.use_policy_gradient"):
         raise UserError(
