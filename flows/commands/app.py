@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from ratchet.flows.commands.analysis import bisect, explain, plan, reproduce
+from ratchet.flows.commands.analysis import bisect, explain, plan, reproduce, whatif
 from ratchet.flows.commands.console import errors
 from ratchet.flows.commands.convert import convert
 from ratchet.flows.commands.data import data
@@ -45,7 +45,7 @@ app.command(epilog=config_keys() if "--help" in sys.argv else None)(train)
 command: Callable[..., None]
 for command in (resume, stop, status, ls, show, query, compare, ui, report):
     app.command()(command)
-for command in (fork, sweep, relabel, rescore, bisect, plan, explain, reproduce, vacuum, verify):
+for command in (fork, sweep, relabel, rescore, bisect, plan, explain, reproduce, whatif, vacuum, verify):
     app.command()(command)
 for command in (evaluate, serve, ingest, export, push, sft, reward_model, deploy, worker, demo, doctor):
     app.command()(command)
