@@ -539,14 +539,16 @@ def what_if(console: Console, results: Sequence[WhatIf], format: str) -> None:
         console.out(json.dumps(document, indent=2), highlight=False)
         return
     arms = {arm: str(number) for number, arm in enumerate(dict.fromkeys(result.arm for result in results), 1)}
-    table = Table("it", "arm", "scores", "mean", "signs", "learns from", "norm", "cosine", "clipped", "change", "of")
+    selects = any(result.selected[0] != result.selected[1] for result in results)
+    learns = ["learns"] if selects else []
+    table = Table("it", "arm", "scores", "mean", "signs", *learns, "norm", "cosine", "clip", "change", "sample")
     table.box = box.SIMPLE_HEAD
     iteration: int | None = None
     for result in results:
         if result.iteration != iteration:
             iteration = result.iteration
-            before, trained = result.score[0], result.selected[0]
-            cells = ["run", "", f"{before:z.3f}", "", str(trained), *_of_update(result.made), "", ""]
+            trained = [str(result.selected[0])] if selects else []
+            cells = ["run", "", f"{result.score[0]:z.3f}", "", *trained, *_of_update(result.made), "", ""]
             table.add_row(str(iteration), *cells, style="dim")
         table.add_row(
             "",
@@ -554,16 +556,21 @@ def what_if(console: Console, results: Sequence[WhatIf], format: str) -> None:
             f"{result.changed_scores:.0%}",
             f"{result.score[1]:z.3f}",
             f"{result.changed_signs:.0%}",
-            str(result.selected[1]),
-            *(["", "", ""] if result.update is None else _of_update(result.update)),
-            *_gain(result),
+            *([str(result.selected[1])] if selects else []),
+            *_of_update(result.update),
+            *_gain(result.objective),
         )
     console.print(table)
+    for result in results:
+        if result.update is None:
+            console.print(f"iteration {result.iteration}, arm {arms[result.arm]}: no update, {visible(result.why_not)}")
     for arm, mean in means:
         console.print(f"arm {arms[arm]}, {visible(arm)}: {_verdict(mean)}", highlight=False)
 
 
-def _of_update(update: Update) -> list[str]:
+def _of_update(update: Update | None) -> list[str]:
+    if update is None:
+        return ["", "", ""]
     clipped = update.metrics.get("actor/pg_clipfrac")
     return [
         f"{update.norm:.3g}",
@@ -572,15 +579,11 @@ def _of_update(update: Update) -> list[str]:
     ]
 
 
-def _gain(result: WhatIf) -> tuple[str, str]:
-    """Returns what the update changes in the mean score, and the share of the trajectories that counts."""
-    estimate = result.objective
-    if result.update is None:
-        return visible(result.why_not), ""
+def _gain(estimate: Estimate | None) -> list[str]:
+    """Returns what an update changes in the mean score, and the share of the trajectories that counts."""
     if estimate is None:
-        return "no next iteration", ""
-    change = f"{estimate.change:+z.4f} ± {estimate.reach:.4f}" if estimate.tells else "cannot tell"
-    return change, f"{estimate.effective:.0%} of {estimate.trajectories}"
+        return ["", ""]
+    return [f"{estimate.change:+z.4f}" if estimate.tells else "?", f"{estimate.effective:.0%}"]
 
 
 def _verdict(mean: Estimate | None) -> str:

@@ -258,7 +258,7 @@ def _unfit(own: RunConfig, config: RunConfig, arm: Arm, stored: Collection[str])
     why: dict[str, str] = {}
     for key in changed:
         readers = [stage.name for stage in stages if _reads(stage.config.keys(operational=False), key)]
-        judged = any(_reads(stage.config.keys(operational=False), key) for stage in JUDGED)
+        judged = any(_reads(stage.config.keys(), key) for stage in JUDGED)
         setting = next((name for name in named if f"{key}.".startswith(f"{name}.")), key)
         if key.startswith("model."):
             why[setting] = f"{setting} changes the model"
