@@ -421,7 +421,7 @@ class _Judge:
 
     def _scores(self, handles: Mapping[str, StageHandle]) -> pd.Series[float]:
         frame = self._table(handles[SCORE.name], "score").to_pandas()
-        return frame.set_index("trajectory_id")["score"].astype(float)
+        return pd.Series(frame["score"].to_numpy(dtype=np.float64), index=frame["trajectory_id"])
 
     def _advantages(self, handles: Mapping[str, StageHandle]) -> pd.Series[float]:
         """Returns the mean advantage of each trajectory's tokens in the loss."""
@@ -459,7 +459,8 @@ class _Judge:
             pairs = zip(log_probs, drawn["response_mask"], strict=True)
             of_rows = [float(np.dot(np.asarray(values, dtype=np.float64), mask)) for values, mask in pairs]
             sums.append(pd.Series(of_rows, index=drawn["trajectory_id"].map(trajectory_of)))
-        return pd.concat(sums).groupby(level=0).sum()
+        together: pd.Series[float] = pd.concat(sums).groupby(level=0).sum()
+        return together
 
     def _objective(self, weights: Weights) -> Estimate | None:
         """Estimates the run's mean score under the weights that the actor holds."""
@@ -467,9 +468,8 @@ class _Judge:
         if rows is None or made is None:
             return None
         ratios = (self._log_probs_of_next(weights) - made)[rows.index]
-        return estimated(
-            rows["score"].to_numpy(dtype=np.float64), ratios.to_numpy(), rows["prompt_id"].to_numpy(dtype=np.str_)
-        )
+        columns = rows["score"].to_numpy(dtype=np.float64), ratios.to_numpy(dtype=np.float64)
+        return estimated(*columns, rows["prompt_id"].to_numpy(dtype=np.str_))
 
 
 def _state(worker: Worker) -> dict[str, bytes]:

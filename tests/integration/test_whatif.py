@@ -61,8 +61,12 @@ def ppo(workspace: Path, store: Path, prefect_server: str) -> Run:
 @pytest.fixture(scope="module")
 def plain(workspace: Path, store: Path, prefect_server: str) -> Run:
     """REINFORCE: one optimizer step, without clipping of any kind."""
-    changes = {"algorithm__kl": {}, "algorithm__advantage": "reinforce_plus_plus", "actor__grad_clip": None}
-    one_step = {"actor__mini_batch_trajectories": 32, "rollout__n": 4, "train__iterations": 2}
+    changes: dict[str, Any] = {"algorithm__kl": {}, "algorithm__advantage": "reinforce_plus_plus"}
+    one_step: dict[str, Any] = {"actor__grad_clip": None} | {
+        "actor__mini_batch_trajectories": 32,
+        "rollout__n": 4,
+        "train__iterations": 2,
+    }
     return trained(workspace, store, "plain", **changes, **one_step, algorithm__loss="gpg")
 
 
