@@ -1,11 +1,11 @@
 """Compares the order in which `ratchet whatif` puts settings with the order in which a sweep finds them.
 
-    OMP_NUM_THREADS=1 python benchmarks/whatif.py letters digits beginning --shared 4 --iterations 16 --judged 1
+    OMP_NUM_THREADS=1 python benchmarks/whatif.py letters digits beginning --shared 3 --iterations 12
 
 For each task, a tiny random Llama is trained with GRPO for `--shared` iterations. `ratchet whatif` then judges eight
-settings on the last `--judged` of those that have a successor, and a sweep trains a fork with each setting up to
-`--iterations`. A fork's score is the mean of its trajectories in the last two iterations. The figures are Spearman's
-rank correlation of both orders, and the CPU time of `whatif` as a share of that of the sweep, children included.
+settings on the last `--judged` of those that have a successor, and a sweep trains a fork with each setting from the last
+of them on, up to `--iterations`. A fork's score is the mean of its trajectories in the last two iterations. The figures
+are Spearman's rank correlation of both orders, and the CPU time of `whatif` as a share of that of the sweep, children included.
 """
 
 from __future__ import annotations
@@ -58,15 +58,14 @@ def main() -> None:
     parser.add_argument("--judged", type=int, default=1, help="iterations that whatif judges")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    console, summary = Console(width=120), Table("task", "Spearman", "CPU s of whatif", "CPU s of the sweep", "share")
+    console = Console(width=120)
     for task in options.tasks:
         with tempfile.TemporaryDirectory() as folder:
-            summary.add_row(task, *measured(Path(folder), task, options, console))
-    console.print(summary)
+            console.print(measured(Path(folder), task, options, console))
 
 
-def measured(root: Path, task: str, options: argparse.Namespace, console: Console) -> tuple[str, ...]:
-    """Measures a task; returns its cells of the summary."""
+def measured(root: Path, task: str, options: argparse.Namespace, console: Console) -> str:
+    """Measures a task; returns its figures."""
     tiny.model_folder(root / "model", seed=options.seed)
     tiny.prompt_file(root / "prompts.parquet", prompts=256)
     config = tiny.config(
@@ -107,8 +106,10 @@ def measured(root: Path, task: str, options: argparse.Namespace, console: Consol
     told = [name for name in SETTINGS if gains[name] is not None]
     predicted = [gain.change for name in told if (gain := gains[name]) is not None]
     rank = spearman(np.array(predicted), np.array([scores[name] for name in told]))
-    of = "" if len(told) == len(SETTINGS) else f" (of {len(told)})"
-    return f"{rank:.2f}{of}", f"{judging:.1f}", f"{training:.0f}", f"{judging / training:.1%}"
+    return (
+        f"{task}: Spearman {rank:.2f} over {len(told)} of {len(SETTINGS)} settings; whatif {judging:.1f} CPU s, the "
+        f"sweep {training:.0f} CPU s, a share of {judging / training:.1%}"
+    )
 
 
 def trained(base: Run, number: int, setting: str, options: argparse.Namespace) -> float:
