@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/whatif.py letters digits beginning --shared 3 --iterations 12
 
 For each task, a tiny random Llama is trained with GRPO for `--shared` iterations. `ratchet whatif` then judges eight
-settings on the last `--judged` of those that have a successor, and a sweep trains a fork with each setting from the last
-of them on, up to `--iterations`. A fork's score is the mean of its trajectories in the last two iterations. The figures
-are Spearman's rank correlation of both orders, and the CPU time of `whatif` as a share of that of the sweep, children included.
+settings on the last `--judged` of those that have a successor, and a sweep trains a fork with each setting, from the
+last iteration on, up to `--iterations`. A fork's score is the mean of its trajectories in the last two iterations. The
+figures are Spearman's rank correlation of both orders, and the CPU time of `whatif` as a share of that of the sweep,
+children included.
 """
 
 from __future__ import annotations
