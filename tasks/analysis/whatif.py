@@ -468,8 +468,8 @@ class _Judge:
         if rows is None or made is None:
             return None
         ratios = (self._log_probs_of_next(weights) - made)[rows.index]
-        columns = rows["score"].to_numpy(dtype=np.float64), ratios.to_numpy(dtype=np.float64)
-        return estimated(*columns, rows["prompt_id"].to_numpy(dtype=np.str_))
+        scores, log_ratios = np.asarray(rows["score"], dtype=np.float64), np.asarray(ratios, dtype=np.float64)
+        return estimated(scores, log_ratios, np.asarray(rows["prompt_id"], dtype=np.str_))
 
 
 def _state(worker: Worker) -> dict[str, bytes]:
