@@ -81,7 +81,8 @@ def estimated(scores: NDArray[np.float64], log_ratios: NDArray[np.float64], prom
         others = in_group[group] - 1
     gains = scores - (total[group] - scores) / np.maximum(others, 1)
     change = float(weights @ gains)
-    of_prompts = np.bincount(prompt, weights * (gains - change))
+    # the same trajectories give the mean that the change is from: what both means share is no noise of the change
+    of_prompts = np.bincount(prompt, weights * (gains - change) - gains / count)
     free = len(sizes) / max(len(sizes) - 1, 1)
     return Estimate(
         score=float(scores.mean()) + change,
