@@ -8,6 +8,8 @@ earlier arms and of the same group. The same command therefore continues a sweep
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ratchet.flows import report
 from ratchet.infra.execution import heartbeat
@@ -30,6 +32,8 @@ from ratchet.rlhf import consent
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError, counted
 from ratchet.tasks.analysis.plan import dependents, fork_run, latest_point
+from ratchet.tasks.analysis.whatif import Arm as WhatIfArm
+from ratchet.tasks.analysis.whatif import by_gain, whatif
 from ratchet.tasks.pipeline import stage_called
 
 if TYPE_CHECKING:
@@ -41,6 +45,8 @@ Train = Callable[[Sequence[RunConfig]], None]
 Say = Callable[[str], None]
 """Prints a line about an arm."""
 SPEC = "sweep.json"
+SCREENED = "screened.json"
+"""The combinations of values that are left after the screening, in the order in which they start."""
 STUDY = "study.log"
 """Optuna's study, in the format of its `JournalFileBackend`, for use with Optuna's tools."""
 REDUCTION = 3
@@ -72,6 +78,9 @@ class Sweep(BaseModel):
     trials: int | None
     """Number of arms, whose values Optuna draws; None: all combinations."""
     pruner: Pruner
+    screen: tuple[int, int] | None = None
+    """First iteration of `parent`, and the one after the last, by whose updates arms are dropped before they start
+    (`whatif`); None: no arm is."""
     parallel: int = 1
     """Number of arms of a group, which train at the same time."""
 
@@ -131,6 +140,8 @@ def begin(sweep: Sweep) -> None:
         raise UserError(f"--iterations {sweep.iterations}: the arms begin in iteration {sweep.iteration}: raise it")
     if parent.config.validation.data is None:
         raise UserError(f"{sweep.parent} has no validation.data, by which arms are compared: fork it with one first")
+    if sweep.screen is not None and sweep.trials is not None:
+        raise UserError("--screen judges all combinations, and --trials draws some: leave one of them out")
     mistakes = []
     for key, values in sweep.vary.items():
         for value in values:
@@ -192,6 +203,8 @@ def _run_arms(sweep: Sweep, train: Train, say: Say, journal: Path) -> Iterator[A
         pruner=_pruner(sweep),
     )
     combinations = [dict(zip(sweep.vary, values, strict=True)) for values in product(*sweep.vary.values())]
+    if sweep.screen is not None:
+        combinations = _screened(sweep, parent, combinations, objects, say)
     if sweep.trials is None:
         for values in combinations:
             study.enqueue_trial(values)
@@ -217,6 +230,33 @@ def _run_arms(sweep: Sweep, train: Train, say: Say, journal: Path) -> Iterator[A
         # only for people: a repeated command computes the choices from the scores of the arms again
         objects.put(STUDY, journal.read_bytes())
         yield from (attempt.arm for attempt in group)
+
+
+def _screened(
+    sweep: Sweep, parent: Run, combinations: Sequence[dict[str, str]], objects: ObjectStore, say: Say
+) -> list[dict[str, str]]:
+    """Returns the combinations that `whatif` leaves, the best first, and those about which it cannot tell last.
+
+    One is dropped if its interval lies below that of the best. A repeated command reads what was decided.
+    """
+    if (decided := objects.get_if_there(SCREENED)) is not None:
+        return TypeAdapter(list[dict[str, str]]).validate_json(decided)
+    assert sweep.screen is not None
+    arms = {}
+    for values in combinations:
+        overrides = tuple(f"{key}={value}" for key, value in values.items())
+        arms[" ".join(overrides)] = WhatIfArm(" ".join(overrides), overrides), values
+    results = list(whatif(parent, range(*sweep.screen), [arm for arm, _ in arms.values()]))
+    estimates = by_gain(results)
+    lowest = max((mean.change - mean.reach for _, mean in estimates if mean is not None), default=-math.inf)
+    kept = list[dict[str, str]]()
+    for name, mean in estimates:
+        if mean is not None and mean.change + mean.reach < lowest:
+            say(f"{name} is dropped: after an update, the mean score is {mean.change:+.4f} ± {mean.reach:.4f}")
+        else:
+            kept.append(arms[name][1])
+    objects.put(SCREENED, json.dumps(kept).encode())
+    return kept
 
 
 def _advance(sweep: Sweep, parent: Run, group: Sequence[_Attempt], rung: int, train: Train, say: Say) -> None:

@@ -1,4 +1,4 @@
-"""Commands that explain results or predict them: bisect, plan, explain, reproduce."""
+"""Commands that explain results or predict them: bisect, plan, explain, reproduce, whatif."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ratchet.flows.commands.console import console
+from ratchet.flows.commands.console import console, errors
 from ratchet.flows.commands.options import (
     DEFAULT_STORE,
+    DocumentFormat,
     Name,
     Overrides,
     RoleOption,
@@ -137,3 +138,36 @@ def reproduce(
             "depend on the engine, packages and threads (OMP_NUM_THREADS, which `ratchet demo countdown` sets to 1)"
         )
     console.print(f"iteration {iteration} is bit-identical to the committed one")
+
+
+def whatif(
+    name: Name,
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="an alternative: one setting, or several in quotes; repeatable"
+        ),
+    ],
+    iterations: Annotated[
+        str | None,
+        typer.Option(metavar="FIRST:END", help="iterations, without END, such as 5:15; by default the newest"),
+    ] = None,
+    store: Store = DEFAULT_STORE,
+    format: Annotated[DocumentFormat, typer.Option(help="output format")] = DocumentFormat.table,
+    trust_code: TrustCode = False,
+) -> None:
+    """Compute updates again under other settings of reward, algorithm and actor, from the stored trajectories.
+
+    Nothing is generated or written. Each alternative is compared with the update that the run made.
+    """
+    silence_prefect()
+    from ratchet.flows.commands import tables
+    from ratchet.flows.terminal import progress
+    from ratchet.infra.runs.run import open_run
+    from ratchet.tasks.analysis import whatif as judge
+
+    run, arms = open_run(url_of(name, store)), judge.parse_arms(settings)
+    chosen = judge.newest(run) if iterations is None else judge.parse_iterations(iterations)
+    with progress(errors if format is DocumentFormat.json else console):
+        results = list(judge.whatif(run, chosen, arms))
+    tables.what_if(console, results, format.value)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from ratchet.flows.commands.analysis import bisect, explain, plan, reproduce
+from ratchet.flows.commands.analysis import bisect, explain, plan, reproduce, whatif
 from ratchet.flows.commands.console import errors
 from ratchet.flows.commands.convert import convert
 from ratchet.flows.commands.data import data
@@ -48,7 +48,7 @@ for command in (resume, stop, status, ls, show, query):
 app.command(cls=BetweenSides)(compare)
 for command in (ui, report):
     app.command()(command)
-for command in (fork, sweep, relabel, rescore, bisect, plan, explain, reproduce, vacuum, verify):
+for command in (fork, sweep, relabel, rescore, bisect, plan, explain, reproduce, whatif, vacuum, verify):
     app.command()(command)
 for command in (evaluate, serve, ingest, export, push, sft, reward_model, deploy, worker, demo, doctor):
     app.command()(command)

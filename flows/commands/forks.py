@@ -95,6 +95,13 @@ def sweep(
     trials: Annotated[
         int | None, typer.Option(help="number of arms, drawn by Optuna's TPE; by default all combinations", min=1)
     ] = None,
+    screen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:END",
+            help="drop arms before they start, by `whatif` on these iterations of RUN, without END; by default none",
+        ),
+    ] = None,
     pruner: Annotated[
         Pruner, typer.Option(help="what stops arms that fall behind: successive halving, the median, or nothing")
     ] = Pruner.halving,
@@ -126,6 +133,7 @@ def sweep(
     iteration, stage = _place(at)
     silence_prefect()
     from ratchet.flows import sweep as arms_of
+    from ratchet.tasks.analysis.whatif import parse_iterations
 
     parent = open_run(url_of(name, store))
     parent.config.require_own("cannot sweep it")
@@ -139,6 +147,7 @@ def sweep(
         metric=metric,
         trials=trials,
         pruner=pruner.value,
+        screen=None if screen is None else (parse_iterations(screen).start, parse_iterations(screen).stop),
         parallel=parallel,
     )
 

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from ratchet.rlhf.agents.timelines import Conversation, Turn
     from ratchet.tasks.analysis.bisect import Hack
     from ratchet.tasks.analysis.explain import Origin
+    from ratchet.tasks.analysis.off_policy import Estimate
     from ratchet.tasks.analysis.onset import Onset, Rescored
+    from ratchet.tasks.analysis.whatif import Update, WhatIf
 
 
 SHOWN_CHARACTERS = 600
@@ -557,6 +559,74 @@ def confidence(onset: Onset, command: str, more: int) -> str:
         return f"{sure}, and all that could narrow it are scored: only more prompts per iteration would"
     further = min(onset.unseen, MOST_MORE)
     return f"{sure}; `{command} --more {more + further}` scores {further} more of these to narrow it"
+
+
+def what_if(console: Console, results: Sequence[WhatIf], format: str) -> None:
+    """Prints iterations under other settings, and what the settings would change in the mean score."""
+    from ratchet.tasks.analysis.whatif import by_gain
+
+    means = by_gain(results)
+    if format == "json":
+        document = {
+            "iterations": [asdict(result) for result in results],
+            "arms": [{"arm": arm, "objective": None if mean is None else asdict(mean)} for arm, mean in means],
+        }
+        console.out(json.dumps(document, indent=2), highlight=False)
+        return
+    arms = {arm: str(number) for number, arm in enumerate(dict.fromkeys(result.arm for result in results), 1)}
+    selects = any(result.selected[0] != result.selected[1] for result in results)
+    learns = ["learns"] if selects else []
+    table = Table("it", "arm", "scores", "mean", "signs", *learns, "norm", "cosine", "clip", "change", "sample")
+    table.box = box.SIMPLE_HEAD
+    iteration: int | None = None
+    for result in results:
+        if result.iteration != iteration:
+            iteration = result.iteration
+            trained = [str(result.selected[0])] if selects else []
+            cells = ["run", "", f"{result.score[0]:z.3f}", "", *trained, *_of_update(result.made), "", ""]
+            table.add_row(str(iteration), *cells, style="dim")
+        table.add_row(
+            "",
+            arms[result.arm],
+            f"{result.changed_scores:.0%}",
+            f"{result.score[1]:z.3f}",
+            f"{result.changed_signs:.0%}",
+            *([str(result.selected[1])] if selects else []),
+            *_of_update(result.update),
+            *_gain(result.objective),
+        )
+    console.print(table)
+    for result in results:
+        if result.update is None:
+            console.print(f"iteration {result.iteration}, arm {arms[result.arm]}: no update, {visible(result.why_not)}")
+    for arm, mean in means:
+        console.print(f"arm {arms[arm]}, {visible(arm)}: {_verdict(mean)}", highlight=False)
+
+
+def _of_update(update: Update | None) -> list[str]:
+    if update is None:
+        return ["", "", ""]
+    clipped = update.metrics.get("actor/pg_clipfrac")
+    return [
+        f"{update.norm:.3g}",
+        "" if update.cosine is None else f"{update.cosine:z.3f}",
+        "" if clipped is None else f"{clipped:.1%}",
+    ]
+
+
+def _gain(estimate: Estimate | None) -> list[str]:
+    """Returns what an update changes in the mean score, and the share of the trajectories that counts."""
+    if estimate is None:
+        return ["", ""]
+    return [f"{estimate.change:+z.4f}" if estimate.tells else "?", f"{estimate.effective:.0%}"]
+
+
+def _verdict(mean: Estimate | None) -> str:
+    if mean is None:
+        return "cannot tell what the update would change in the mean score"
+    low, high = mean.change - mean.reach, mean.change + mean.reach
+    said = "no difference seen" if not mean.differs else "better" if mean.change > 0 else "worse"
+    return f"{said}, mean score {mean.change:+z.4f} after an update, 95 % interval {low:+z.4f} to {high:+z.4f}"
 
 
 def _coloured(row: Mapping[Hashable, Any], decode: Decode | None) -> Text:

@@ -268,11 +268,7 @@ class RunStore:
         stored_columns = file.schema_arrow.names
         if columns is None:
             return file.read()
-        table = file.read([name for name in columns if name in stored_columns])
-        for name in columns:
-            if name not in stored_columns:
-                table = table.append_column(name, pa.nulls(len(table), TRAJECTORY.type_of(name) or pa.null()))
-        return table.select(list(columns))
+        return chosen(file.read([name for name in columns if name in stored_columns]), columns)
 
     # Iterations.
 
@@ -496,6 +492,14 @@ class RunStore:
         data = parquet_bytes(table)
         ref = self._write(key, data)
         return ShardRef(key=ref.key, rows=table.num_rows, bytes=len(data), sha256=ref.sha256)
+
+
+def chosen(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Selects columns, in this order; those that the table lacks are null."""
+    for name in columns:
+        if name not in table.column_names:
+            table = table.append_column(name, pa.nulls(len(table), TRAJECTORY.type_of(name) or pa.null()))
+    return table.select(list(columns))
 
 
 def _shard_folder(iteration: int, stage: str) -> str:

@@ -140,11 +140,11 @@ def _examples(run: Run, iteration: int, scored: pd.DataFrame, threshold: float) 
     rows = run.trajectories(iteration).merge(chosen, on="trajectory_id")
     if "advantages" not in rows:
         return rows.assign(advantage=np.nan)
-    means = [_mean_in_loss(values, mask) for values, mask in zip(rows["advantages"], rows["loss_mask"], strict=True)]
+    means = [mean_in_loss(values, mask) for values, mask in zip(rows["advantages"], rows["loss_mask"], strict=True)]
     return rows.assign(advantage=means).sort_values("advantage", ascending=False, kind="stable", ignore_index=True)
 
 
-def _mean_in_loss(advantages: np.ndarray[Any, Any] | None, mask: np.ndarray[Any, Any] | None) -> float:
+def mean_in_loss(advantages: np.ndarray[Any, Any] | None, mask: np.ndarray[Any, Any] | None) -> float:
     """Returns the mean advantage of a trajectory; without a mask, of all its tokens; NaN if it has none."""
     if advantages is None or not len(advantages):
         return math.nan

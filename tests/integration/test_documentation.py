@@ -125,6 +125,12 @@ TYPED = {
     "ratchet sweep RUN --at K --vary KEY=A,B,C": "ratchet sweep countdown --at 33 --vary actor.lr=1e-4,1e-5",
     "ratchet bisect RUN --reward R": "ratchet bisect countdown --reward format",
     "ratchet bisect RUN --reward STRICT --examples 1": "ratchet bisect countdown --reward format --examples 1",
+    'ratchet whatif RUN --iterations 2 --set actor.lr=1e-2 --set "actor.lr=1e-2 algorithm.loss.clip_ratio_high=0.28" '
+    "--set actor.lr=3e-4 --set reward.function=length": (
+        'ratchet whatif countdown --iterations 2 --set actor.lr=1e-2 --set "actor.lr=1e-2 '
+        'algorithm.loss.clip_ratio_high=0.28" --set actor.lr=3e-4 --set reward.function=length'
+    ),
+    "ratchet whatif RUN --set KEY=VALUE": "ratchet whatif countdown --iterations 5 --set actor.lr=1e-4",
     "ratchet reproduce RUN --iteration K": "ratchet reproduce countdown --iteration 3",
     "ratchet explain RUN K": "ratchet explain countdown 33",
     "ratchet export RUN DIR": "ratchet export countdown exported",

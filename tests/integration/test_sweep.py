@@ -20,6 +20,10 @@ from tests.processes import Child, Fault, Processes
 
 @pytest.fixture
 def parent(workspace: Path, processes: Processes) -> Run:
+    return trained(workspace, processes)
+
+
+def trained(workspace: Path, processes: Processes, **changes: Any) -> Run:
     config = tiny.config(
         workspace,
         run__name="base",
@@ -28,9 +32,9 @@ def parent(workspace: Path, processes: Processes) -> Run:
         algorithm__advantage={"type": "grpo"},
         reward__function="tests.rewards:letters",
         rollout__n=8,
-        actor__lr=1e-2,
         train__iterations=3,
         validation={"data": str(workspace / "held_out.parquet"), "every": 1, "n": 16, "temperature": 1.0},
+        **{"actor__lr": 1e-2, **changes},
     )
     child = processes.train(config)
     assert child.wait() == 0, child.text
@@ -72,6 +76,21 @@ def test_arms_share_what_comes_before_them_and_survive_a_kill(parent: Run, proce
     other = started(processes, vary="actor.lr=1,2")
     assert other.wait() == 2
     assert "the sweep base-sweep exists with other settings (vary, pruner): repeat its command" in other.text
+
+
+def test_arms_are_dropped_before_they_start(workspace: Path, processes: Processes) -> None:
+    """Smaller steps gain less in one update."""
+    trained(workspace, processes, data__prompts_per_iteration=16, actor__lr=3e-3, actor__mini_batch_trajectories=32)
+    options = {"pruner": "none", "screen": "0:2", "vary": "actor.lr=1e-6,3e-3,2e-6"}
+    killed = started(processes, Fault("put", "base-sweep-00|trajectories/advantages/iteration=000003"), **options)
+    assert killed.wait() == -signal.SIGKILL
+    child = started(processes, **options)
+    assert child.wait() == 0, child.text
+    assert killed.text.count("is dropped: after an update, the mean score is -") == 2
+    assert "is dropped" not in child.text, "it was decided already"
+    assert "arm 1 of 1: actor.lr=3e-3" in child.text and "the best arm is base-sweep-00" in child.text
+    other = started(processes, **options | {"trials": 2, "vary": "actor.lr=1,2"}, run="other")
+    assert other.wait() == 2 and "--screen judges all combinations" in other.text
 
 
 def test_arms_that_fall_behind_are_stopped(parent: Run, processes: Processes, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ RUNS: dict[str, list[str]] = {
     "relabel": [RUN, "--run", "round"],
     "rescore": [RUN, "--run", "again"],
     "reproduce": [RUN, "--iteration", "0"],
+    "whatif": [RUN, "--iterations", "0", "--set", "actor.lr=1e-4"],
     "evaluate": [RUN, "--data", "held_out.parquet"],
     "serve": [RUN, "--port", "0"],
 }
