@@ -69,16 +69,15 @@ def expected(driver: Driver, weights: Weights) -> Canary | None:
     if not driver.term or not exists(driver.config):  # term 0: a driver that only reads
         return None
     last = driver.state.canary
-    rows = [] if last is None else _first_engine(driver.store.read_shard(last.data))
-    texts, log_probs = (tuple(tuple(row[name]) for row in rows) for name in ("ids", "trainer_log_probs"))
+    stored = None if last is None else _stored(driver.store.read_shard(last.data))
     if last is not None and last.weights == weights:
-        return Canary(texts, log_probs)
+        return stored
     actor = driver.groups.of("actor")
     if not actor.call(Worker.has_weights, "actor", weights):
         return None
-    now = _texts(driver)
-    before = log_probs if texts == now else None
-    return Canary(now, tuple(map(tuple, actor.call(Worker.log_probs_of, now))), before)
+    texts = _texts(driver)
+    log_probs = tuple(map(tuple, actor.call(Worker.log_probs_of, texts)))
+    return Canary(texts, log_probs, stored.log_probs if stored is not None and stored.texts == texts else None)
 
 
 def check(driver: Driver, group: WorkerGroup, weights: Weights, canary: Canary) -> None:
@@ -169,6 +168,7 @@ def _table(weights: Weights, canary: Canary, scored: Mapping[str, Sequence[Score
     return pa.Table.from_pylist(rows, pa.schema({name: kind for name, (kind, _) in CANARY_COLUMNS.items()}))
 
 
-def _first_engine(table: pa.Table) -> list[dict[str, list[float]]]:
-    rows = table.select(["engine", "ids", "trainer_log_probs"]).to_pylist()
-    return [row for row in rows if row["engine"] == rows[0]["engine"]]
+def _stored(table: pa.Table) -> Canary:
+    """Returns the trainer's side of a stored check, which is the same for each engine."""
+    rows = table.slice(0, len(table["text"].unique()))
+    return Canary(*(tuple(map(tuple, rows[name].to_pylist())) for name in ("ids", "trainer_log_probs")))
