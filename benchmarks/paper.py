@@ -17,7 +17,7 @@ import argparse
 import multiprocessing
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from ratchet.rlhf.config.engines import VLLMConfig
 from ratchet.rlhf.config.sections import TrainerConfig
 from ratchet.rlhf.distributed.gpus import KNOWN
 from ratchet.rlhf.models.activation_memory import DecoderSizes
+from ratchet.rlhf.rollout.canary import DRAWN, TEXTS, TOKENS
 from ratchet.rlhf.rollout.memory_ledger import CUDA
 from tests.contract.on_hollow import Phase, estimate, ledger_here
 from tests.simulated.device import library
@@ -181,6 +182,18 @@ def iteration(setup: Setup, phases: dict[str, np.ndarray]) -> dict[str, float]:
     }
 
 
+def canary(setup: Setup) -> float:
+    """Returns the seconds of a check of the rollout's weights: the trainer scores the texts, and each engine draws
+    tokens after them and scores both."""
+    texts = Setup(setup.model, setup.gpus, 1, np.full((TEXTS, 1), TOKENS + DRAWN), steps=1, gpu=setup.gpu)
+    phases = of_all_layers(counted(texts, 1), counted(texts, 2), setup.sizes.layers)
+    kernels, network, copies, flops = phases["log-probs"]
+    token = flops * setup.gpus / texts.tokens
+    drawn_after, _ = generation(replace(texts, prompt=TOKENS, responses=np.full((TEXTS, 1), DRAWN), gpus=1), token)
+    scored = texts.tokens * token / KNOWN[setup.gpu].bf16_flops
+    return float(max(kernels, network) + copies) + drawn_after + scored
+
+
 def predicted(setups: Sequence[Setup]) -> Iterable[dict[str, float]]:
     """Yields the iteration of each setup; counts in a process for each core."""
     library()  # compiled before processes need it
@@ -229,7 +242,14 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="another size, with the batch of the first table")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of that size")
     parser.add_argument("--gpu", choices=KNOWN, default="h100", help="kind of GPU")
+    parser.add_argument("--canary", action="store_true", help="the check of the rollout's weights, for 8 B on 8 GPUs")
     options = parser.parse_args()
+    if options.canary:
+        library()
+        [parts] = predicted(SIZES[:1])
+        seconds, total = canary(SIZES[0]), sum(parts.values())
+        print(f"{SIZES[0]}: a check takes {seconds:.3f} s, {seconds / total:.2%} of an iteration of {total:.0f} s")
+        return
     sizes, measured = SIZES, MEASURED
     if options.model is not None:
         sizes, measured = [Setup(options.model, options.gpus, *BATCH, gpu=options.gpu)], []

@@ -34,7 +34,7 @@ DRAWN = 8
 """Number of tokens that the engine draws after each text."""
 MARGIN = 5.0
 CERTAIN = 7.0
-BOUNDS = {"float32": (2e-6, 2e-3), "float16": (2e-3, 5e-2), "bfloat16": (5e-3, 1e-1)}
+BOUNDS = {"float32": (2e-6, 2e-3), "float16": (2e-4, 5e-2), "bfloat16": (1e-3, 1e-1)}
 """The smallest and the largest tolerance by the type of the weights."""
 QUANTIZED = (2e-2, 4e-1)
 """The same for engines that round the weights to 8 bits."""

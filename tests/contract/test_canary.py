@@ -7,6 +7,7 @@ rate in each weight. After each fault comes a good transfer, in which the check 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,9 @@ OF_EXPERTS: dict[str, Fault] = {
 class Checked:
     """A trainer, an engine that follows it, and the checks between them."""
 
-    def __init__(self, trainer: TorchEngine, engine: RolloutEngine, dtype: str = "float32") -> None:
+    def __init__(self, trainer: TorchEngine, engine: RolloutEngine, dtype: str = "float32", lr: float = 1e-3) -> None:
         self.trainer, self.engine, self.dtype = trainer, engine, dtype
+        self.plan = replace(STEP, lr=lr)
         numbers = np.random.default_rng(0)
         self.texts = tuple(tuple(numbers.integers(3, 78, TOKENS).tolist()) for _ in range(TEXTS))
         self.before: tuple[tuple[float, ...], ...] | None = None
@@ -141,7 +143,7 @@ class Checked:
     def step(self) -> None:
         answers = np.random.default_rng(len(self.learned)).integers(3, 78, (TEXTS, TOKENS)).tolist()
         columns = {"prompt_ids": [[3]] * TEXTS, "response_ids": answers, "loss_mask": [[1] * TOKENS] * TEXTS}
-        self.trainer.update(TrajectoryBatch.of(columns), SupervisedObjective(), STEP)
+        self.trainer.update(TrajectoryBatch.of(columns), SupervisedObjective(), self.plan)
 
     def transfer(self, fault: Fault | None = None) -> Finding:
         """Takes a step and transfers the weights; returns the worst finding of the check."""
