@@ -182,18 +182,6 @@ def iteration(setup: Setup, phases: dict[str, np.ndarray]) -> dict[str, float]:
     }
 
 
-def canary(setup: Setup) -> float:
-    """Returns the seconds of a check of the rollout's weights: the trainer scores the texts, and each engine draws
-    tokens after them and scores both."""
-    texts = Setup(setup.model, setup.gpus, 1, np.full((TEXTS, 1), TOKENS + DRAWN), steps=1, gpu=setup.gpu)
-    phases = of_all_layers(counted(texts, 1), counted(texts, 2), setup.sizes.layers)
-    kernels, network, copies, flops = phases["log-probs"]
-    token = flops * setup.gpus / texts.tokens
-    drawn_after, _ = generation(replace(texts, prompt=TOKENS, responses=np.full((TEXTS, 1), DRAWN), gpus=1), token)
-    scored = texts.tokens * token / KNOWN[setup.gpu].bf16_flops
-    return float(max(kernels, network) + copies) + drawn_after + scored
-
-
 def predicted(setups: Sequence[Setup]) -> Iterable[dict[str, float]]:
     """Yields the iteration of each setup; counts in a process for each core."""
     library()  # compiled before processes need it
@@ -202,6 +190,19 @@ def predicted(setups: Sequence[Setup]) -> Iterable[dict[str, float]]:
         results = [pool.apply_async(counted, run) for run in runs]
         for setup, one, two in zip(setups, results[::2], results[1::2], strict=True):
             yield iteration(setup, of_all_layers(one.get(), two.get(), setup.sizes.layers))
+
+
+def canary(setup: Setup) -> tuple[float, float]:
+    """Returns the seconds of a check of the rollout's weights, and those of an iteration.
+
+    The trainer scores the texts, and each engine draws tokens after them and scores both.
+    """
+    texts = Setup(setup.model, setup.gpus, 1, np.full((TEXTS, 1), TOKENS + DRAWN), steps=1, gpu=setup.gpu)
+    whole, scored = predicted([setup, texts])
+    token = 2.0 * setup.parameters
+    drawn_after, _ = generation(replace(texts, prompt=TOKENS, responses=np.full((TEXTS, 1), DRAWN), gpus=1), token)
+    engine = drawn_after + texts.tokens * token / KNOWN[setup.gpu].bf16_flops
+    return scored["log-probs"] / 2 + engine, sum(whole.values())
 
 
 BATCH = 200, drawn(128, 8, 2000, 8192)
@@ -245,9 +246,7 @@ def main() -> None:
     parser.add_argument("--canary", action="store_true", help="the check of the rollout's weights, for 8 B on 8 GPUs")
     options = parser.parse_args()
     if options.canary:
-        library()
-        [parts] = predicted(SIZES[:1])
-        seconds, total = canary(SIZES[0]), sum(parts.values())
+        seconds, total = canary(SIZES[0])
         print(f"{SIZES[0]}: a check takes {seconds:.3f} s, {seconds / total:.2%} of an iteration of {total:.0f} s")
         return
     sizes, measured = SIZES, MEASURED
