@@ -79,7 +79,7 @@ def test_steps(tmp_path: Path) -> None:
     write(out, "step_9/train/all", episode("a1"), episode("later"), failed("a3"))
     done = imported(tmp_path)
     assert (done.steps, done.trajectories) == (2, 6)
-    assert list(done.left_out) == ["episodes of all/ that this step did not train on"]
+    assert list(done.left_out) == ["time of metrics", "episodes of all/ that this step did not train on"]
     rows = opened(tmp_path).trajectories()
     first = rows[rows["iteration"] == 0]
     assert list(first["source_episode_id"]) == ["a1", "b1", "a2", "a3"]

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ratchet.infra.observe.sources.source import Content, Unit, content_of
+from ratchet.infra.observe.sources.source import Content, Unit, content_of, others
 from ratchet.infra.progress import note
 from ratchet.infra.runs.atif import ENVIRONMENT, conversations, is_atif
 from ratchet.infra.runs.ingest import HARBOR, read_trial, rewards_of_trial
@@ -18,6 +18,12 @@ from ratchet.rlhf.agents.transcripts import content_text
 from ratchet.rlhf.data.files import digest, open_rows
 from ratchet.rlhf.errors import UserError, in_one_line
 
+IN_COLUMNS = {
+    *("task_name", "trial_name", "agent_info", "agent_result", "verifier_result", "exception_info", "source"),
+    *("started_at", "step_results"),
+}
+"""Fields of a trial's result that columns keep."""
+NOT_KEPT = ("schema_version of trajectories", "timestamp of steps", "source of steps, which is a role of messages")
 PARTS_OF_A_TRIAL = ("agent", "steps", "verifier", "trial.log")
 """Folders and files that only the folder of a trial has."""
 
@@ -59,7 +65,7 @@ class ATIF:
             ended = [trial for trial in trials if (trial / HARBOR).is_file()]
             if ended:
                 files = [file for trial in ended for file in (trial / HARBOR, *_trajectories(trial))]
-                yield Unit(number, _digest(files, job), str(job), partial(_read_job, ended))
+                yield Unit(number, _digest(files, job), str(job), partial(_read_job, ended, job))
 
     def _jobs(self) -> dict[Path, list[Path]]:
         """Returns the trials of each job, in order of name."""
@@ -119,16 +125,22 @@ def _read_files(files: list[Path], path: Path) -> Content:
                 columns.append({"data_source": name, **row, "branch": number})
     if any("score" in row for row in columns):
         columns = [row if "score" in row else row | {"reward_error": "the file has no reward"} for row in columns]
-    return content_of(columns, [])
+    content = content_of(columns, [])
+    content.left_out = NOT_KEPT
+    return content
 
 
-def _read_job(trials: list[Path]) -> Content:
+def _read_job(trials: list[Path], job: Path) -> Content:
     columns: list[dict[str, Any]] = []
     rest: list[dict[str, Any]] = []
     for _, of_trial, source in sorted(map(_read_trial, trials), key=lambda read: read[0]):
         columns += of_trial
         rest += [source] * len(of_trial)
-    return content_of(columns, rest)
+    content = content_of(columns, rest)
+    content.left_out = NOT_KEPT
+    if (job / HARBOR).is_file() and job not in trials:
+        content.left_out += (f"finished_at and other fields of the job's {HARBOR}",)
+    return content
 
 
 def _read_trial(folder: Path) -> tuple[tuple[str, ...], list[dict[str, Any]], dict[str, Any]]:
@@ -148,6 +160,7 @@ def _read_trial(folder: Path) -> tuple[tuple[str, ...], list[dict[str, Any]], di
         "source_input_tokens": used.get("n_input_tokens"),
         "source_output_tokens": used.get("n_output_tokens"),
         "source_cost_usd": used.get("cost_usd"),
+        **others({name: value for name, value in trial.items() if name not in IN_COLUMNS and value is not None}),
     }
     errors = [trial.get("exception_info")] + [step.get("exception_info") for step in trial.get("step_results") or ()]
     failed = next((_failure(error) for error in errors if error), None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.infra.observe.sources.lines import complete_lines, parsed
-from ratchet.infra.observe.sources.source import Content, Unit, content_of
+from ratchet.infra.observe.sources.source import Content, Unit, content_of, others
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.schema import TRAJECTORY
 
@@ -79,4 +79,5 @@ def _read(places: Sequence[Place]) -> Content:
         with file.open("rb") as opened:
             opened.seek(position)
             rows.append(parsed(opened.read(size), f"{file}, line {number}"))
-    return content_of([{name: value for name, value in row.items() if name in TRAJECTORY} for row in rows], [])
+    columns = [{name: value for name, value in row.items() if name in TRAJECTORY} for row in rows]
+    return content_of(columns, [others({name: row[name] for name in row if name not in TRAJECTORY}) for row in rows])

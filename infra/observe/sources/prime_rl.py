@@ -142,6 +142,8 @@ def _read(file: Path, everything: Path | None, metrics: Mapping[str, Any]) -> Co
         episode["subset"] = "all"
     content = content_of_episodes([*episodes, *failed], is_validation=file.parents[1].name == "eval")
     content.metrics = named(finite(metrics))
+    if metrics:
+        content.left_out += ("time of metrics",)
     if len(failed) < len(others):
         content.left_out += ("episodes of all/ that this step did not train on",)
     return content
