@@ -151,6 +151,15 @@ def test_older_traces_without_metrics(tmp_path: Path) -> None:
     assert list(rows["trajectory_id"]) == ["it000000-p00000-s00", "it000000-p00000-s01"]
 
 
+def test_files_of_older_releases_are_refused(tmp_path: Path) -> None:
+    step = tmp_path / "out" / "rollouts" / "step_1"
+    step.mkdir(parents=True)
+    PrimeRL(tmp_path / "out")  # a step has just begun
+    (step / "train_rollouts.jsonl").touch()
+    with pytest.raises(UserError, match=r"its steps have no traces\.jsonl, which prime-rl writes since 0\.7"):
+        PrimeRL(tmp_path / "out")
+
+
 def test_what_is_malformed_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no folder rollouts"):
         PrimeRL(tmp_path)

@@ -57,6 +57,13 @@ class PrimeRL:
         self._folder = path.parent if path.name == "rollouts" else path
         if not (self._folder / "rollouts").is_dir():
             raise UserError(f"{path}: there is no folder rollouts: name the folder of a run of prime-rl")
+        begun = [step for step in (self._folder / "rollouts").iterdir() if STEP.fullmatch(step.name)]
+        written = [{entry.name for entry in step.iterdir()} for step in begun]
+        if any(written) and not any(names & {"train", "eval"} for names in written):
+            raise UserError(
+                f"{path}: its steps have no {TRACES}, which prime-rl writes since 0.7; what older releases wrote is not "
+                "read: import their lines as --from jsonl"
+            )
         configs = {name: self._folder / "configs" / f"{name}.json" for name in CONFIGS}
         self.config: Mapping[str, Any] = {name: parsed_file(file) for name, file in configs.items() if file.is_file()}
         model = (self.config.get("trainer") or {}).get("model")
