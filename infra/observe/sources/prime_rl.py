@@ -61,8 +61,8 @@ class PrimeRL:
         written = [{entry.name for entry in step.iterdir()} for step in begun]
         if any(written) and not any(names & {"train", "eval"} for names in written):
             raise UserError(
-                f"{path}: its steps have no {TRACES}, which prime-rl writes since 0.7; what older releases wrote is not "
-                "read: import their lines as --from jsonl"
+                f"{path}: its steps have no {TRACES}, which prime-rl writes since 0.7: the files of older releases are "
+                "not read"
             )
         configs = {name: self._folder / "configs" / f"{name}.json" for name in CONFIGS}
         self.config: Mapping[str, Any] = {name: parsed_file(file) for name, file in configs.items() if file.is_file()}
