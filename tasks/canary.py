@@ -6,13 +6,18 @@ stops, and the next driver transfers the weights again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ratchet.infra.execution.driver import Driver
 from ratchet.infra.progress import note
+from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.records import CANARIES, CanaryCheck, Weights, sha256_of
 from ratchet.infra.workers.worker import Worker
 from ratchet.infra.workers.worker_groups import WorkerGroup
@@ -20,7 +25,7 @@ from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.roles import ROLES
 from ratchet.rlhf.data.prompts import encode
 from ratchet.rlhf.errors import RatchetError
-from ratchet.rlhf.rollout.canary import DRAWN, TEXTS, TOKENS, Canary, Finding, tolerance
+from ratchet.rlhf.rollout.canary import DRAWN, TEXTS, TOKENS, Before, Canary, Finding, LogProbs, tolerance
 from ratchet.rlhf.rollout.canary import check as compared
 from ratchet.rlhf.rollout.engine import Scored
 
@@ -35,6 +40,8 @@ CANARY_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
         "log-prob of each but the first of these, by the actor, in nats, at temperature 1",
     ),
     "rollout_log_probs": (_LOG_PROBS, "the same by the engine"),
+    "trainer_log_probs_before": (_LOG_PROBS, "trainer_log_probs of the last check of other weights; null: none"),
+    "rollout_log_probs_before": (_LOG_PROBS, "rollout_log_probs of that check; null: none"),
     "drawn_ids": (_IDS, "tokens that the engine drew after the text"),
     "drawn_log_probs": (_LOG_PROBS, "their log-probs as they were drawn, perhaps with its prefix cache"),
     "drawn_log_probs_again": (_LOG_PROBS, "their log-probs, computed once more without it"),
@@ -68,16 +75,51 @@ def expected(driver: Driver, weights: Weights) -> Canary | None:
     """
     if not driver.term or not exists(driver.config):  # term 0: a driver that only reads
         return None
-    last = driver.state.canary
-    stored = None if last is None else _stored(driver.store.read_shard(last.data))
-    if last is not None and last.weights == weights:
-        return stored
-    actor = driver.groups.of("actor")
-    if not actor.call(Worker.has_weights, "actor", weights):
+    texts, last = _texts(driver), _last(driver)
+    if not texts:
         return None
-    texts = _texts(driver)
-    log_probs = tuple(map(tuple, actor.call(Worker.log_probs_of, texts)))
-    return Canary(texts, log_probs, stored.log_probs if stored is not None and stored.texts == texts else None)
+    if last is not None and last.canary.texts != texts:
+        last = None
+    if last is not None and last.weights == weights:
+        return last.canary
+    log_probs = driver.groups.of("actor").call(Worker.log_probs_of, weights, texts)
+    if log_probs is None or not all(map(math.isfinite, chain.from_iterable(log_probs))):
+        return None
+    before = None if last is None else Before(last.canary.log_probs, last.engines)
+    return Canary(texts, tuple(map(tuple, log_probs)), before)
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The newest committed check."""
+
+    weights: Weights
+    canary: Canary
+    engines: Mapping[str, LogProbs]
+
+
+def _last(driver: Driver) -> _Last | None:
+    """Reads the newest check; None without one. What it teaches is lost with its file, and nothing else is."""
+    committed = driver.state.canary
+    if committed is None:
+        return None
+    try:
+        table = driver.store.read_shard(committed.data)
+    except Corrupt as error:
+        note(f"{error}; old weights in the rollout are not noticed until the next check")
+        return None
+    names: list[str] = list(dict.fromkeys(table["engine"].to_pylist()))
+
+    def of(name: str, column: str) -> Any:
+        values = table.filter(pc.equal(table["engine"], name))[column].to_pylist()
+        return tuple(map(tuple, values)) if None not in values else None
+
+    first = names[0]  # the trainer's side is the same for each
+    trainer_before = of(first, "trainer_log_probs_before")
+    known = {name: log_probs for name in names if (log_probs := of(name, "rollout_log_probs_before")) is not None}
+    before = None if trainer_before is None else Before(trainer_before, known)
+    canary = Canary(of(first, "ids"), of(first, "trainer_log_probs"), before)
+    return _Last(committed.weights, canary, {name: of(name, "rollout_log_probs") for name in names})
 
 
 def check(driver: Driver, group: WorkerGroup, weights: Weights, canary: Canary) -> None:
@@ -88,12 +130,12 @@ def check(driver: Driver, group: WorkerGroup, weights: Weights, canary: Canary) 
     """
     config, state = driver.config, driver.state
     scored = group.call(Worker.score, canary.texts, DRAWN)
-    engine = sha256_of(f"{config.rollout.engine.model_dump_json()} {config.model.dtype}".encode())
+    engine = _depends_on(config)
     learned = state.canary_differences
     if len(learned) < CANARIES or state.canary is None or state.canary.engine != engine:
         learned = []
     limit = tolerance(learned, config.model.dtype, quantized=config.rollout.engine.rounds_weights)
-    findings = {name: compared(canary, texts, limit) for name, texts in scored.items()}
+    findings = {name: compared(canary, name, texts, limit) for name, texts in scored.items()}
     worst = max(findings, key=lambda name: (findings[name].problem is not None, findings[name].difference))
     finding, problem = findings[worst], _sentence(worst, findings[worst], weights)
     committed = CanaryCheck(
@@ -102,6 +144,7 @@ def check(driver: Driver, group: WorkerGroup, weights: Weights, canary: Canary) 
         data=driver.store.write_canary(weights.version, _table(weights, canary, scored)),
         engine=engine,
         difference=finding.difference,
+        cache_difference=max(found.cache_difference for found in findings.values()),
         tolerance=limit,
         problem=problem,
     )
@@ -110,7 +153,6 @@ def check(driver: Driver, group: WorkerGroup, weights: Weights, canary: Canary) 
         return
     if config.rollout.canary == "note":
         return note(problem)
-    group.call(Worker.distrust_rollout)
     raise WrongWeights(
         f"{problem}; nothing was generated with it. `ratchet resume {config.run.name}` transfers the weights again; "
         "rollout.canary=note continues in any case"
@@ -123,16 +165,25 @@ def _sentence(name: str, finding: Finding, weights: Weights) -> str | None:
     return f"{name} should have the actor's weights after {weights.version} updates, but {finding.problem}"
 
 
+def _depends_on(config: RunConfig) -> str:
+    """Returns the digest of what the size of differences depends on."""
+    rollout = config.rollout.engine.model_dump_json(exclude={"urls", "timeout_s", "weights_folder", "cpu_cache_gib"})
+    return sha256_of(f"{rollout}\n{config.actor.engine.model_dump_json()}\n{config.model.model_dump_json()}".encode())
+
+
 def _texts(driver: Driver) -> tuple[tuple[int, ...], ...]:
-    """Returns the texts: the first prompts of the run, joined until each text has its length."""
+    """Returns the texts, which all differ: the first prompts of the run, joined until each text has its length. Empty
+    if the run's limits leave no room for any."""
     data, resources = driver.config.data, driver.groups.local.worker.resources
-    dataset = resources.dataset(data.train)
     room = data.max_prompt_tokens + driver.config.rollout.max_response_tokens - DRAWN - 1
-    length = max(2, min(TOKENS, room))
-    rows = chain.from_iterable(dataset.draw(driver.config.run.seed, cursor, 1) for cursor in range(TEXTS * TOKENS))
-    texts: list[tuple[int, ...]] = []
+    length = min(TOKENS, room)
+    if length < 2:
+        return ()
+    dataset = resources.dataset(data.train)
+    texts: dict[tuple[int, ...], None] = {}
     ids: list[int] = []
-    for row in rows:
+    for cursor in range(TEXTS * TOKENS):
+        [row] = dataset.draw(driver.config.run.seed, cursor, 1)
         _, prompt = encode(
             dataset[row],
             resources.tokenizer,
@@ -142,7 +193,7 @@ def _texts(driver: Driver) -> tuple[tuple[int, ...], ...]:
         )
         ids += prompt
         if len(ids) >= length:
-            texts.append(tuple(ids[:length]))
+            texts[tuple(ids[:length])] = None
             ids = []
             if len(texts) == TEXTS:
                 break
@@ -150,6 +201,8 @@ def _texts(driver: Driver) -> tuple[tuple[int, ...], ...]:
 
 
 def _table(weights: Weights, canary: Canary, scored: Mapping[str, Sequence[Scored]]) -> pa.Table:
+    before = canary.before
+    engines_before = {} if before is None else before.engines
     rows = [
         {
             "version": weights.version,
@@ -158,6 +211,8 @@ def _table(weights: Weights, canary: Canary, scored: Mapping[str, Sequence[Score
             "ids": canary.texts[number],
             "trainer_log_probs": canary.log_probs[number],
             "rollout_log_probs": text.log_probs,
+            "trainer_log_probs_before": None if before is None else before.trainer[number],
+            "rollout_log_probs_before": engines_before[name][number] if name in engines_before else None,
             "drawn_ids": text.drawn_ids,
             "drawn_log_probs": text.drawn_log_probs,
             "drawn_log_probs_again": text.again,
@@ -166,9 +221,3 @@ def _table(weights: Weights, canary: Canary, scored: Mapping[str, Sequence[Score
         for number, text in enumerate(texts)
     ]
     return pa.Table.from_pylist(rows, pa.schema({name: kind for name, (kind, _) in CANARY_COLUMNS.items()}))
-
-
-def _stored(table: pa.Table) -> Canary:
-    """Returns the trainer's side of a stored check, which is the same for each engine."""
-    rows = table.slice(0, len(table["text"].unique()))
-    return Canary(*(tuple(map(tuple, rows[name].to_pylist())) for name in ("ids", "trainer_log_probs")))

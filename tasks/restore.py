@@ -79,6 +79,7 @@ def _restore_copy(driver: Driver, group: WorkerGroup, weights: Weights) -> None:
     driver.weight_sync.count(time.perf_counter() - started, nbytes)
     if expected is not None:
         canary.check(driver, group, weights, expected)
+    group.call(Worker.mark_as_version, "rollout", weights)  # only now does it generate
 
 
 def _from_elsewhere(driver: Driver, group: WorkerGroup, weights: Weights) -> int:

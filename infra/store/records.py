@@ -187,6 +187,8 @@ class CanaryCheck(Frozen):
     """Digest of what the size of differences depends on: the engine's config and the type of the weights."""
     difference: float
     """The largest one of the rollout's engines."""
+    cache_difference: float = 0.0
+    """The same of what an engine computed with and without its prefix cache."""
     tolerance: float
     problem: str | None = None
     """What is wrong with the rollout's weights, as a sentence; None: nothing."""
@@ -339,7 +341,8 @@ class RunState(StoredModel):
                 if self.canary is not None and self.canary.engine != commit.engine:
                     self.canary_differences = []
                 if commit.problem is None and len(self.canary_differences) < CANARIES:
-                    self.canary_differences = [*self.canary_differences, commit.difference]
+                    larger = max(commit.difference, commit.cache_difference)
+                    self.canary_differences = [*self.canary_differences, larger]
                 self.canary = commit
             case Expire():
                 self.snapshots.pop(commit.version, None)

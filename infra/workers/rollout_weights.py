@@ -61,7 +61,6 @@ class RolloutWeights:
                 self._compare_server(rollout, self._engines.model("actor"))
             if self._config.actor.offload_when_idle:  # gathering has taken memory, which the engine needs to wake
                 release_memory(accelerator.device())
-            self._held.hold("rollout", weights)
             return moved
 
     def load(self, weights: Weights, stored: StoredState | None) -> None:
@@ -75,7 +74,6 @@ class RolloutWeights:
             self._load(hub_weights(load_actor(self._config.model, self._config.run.seed)), None)
         else:
             self.end()
-        self._held.hold("rollout", weights)
 
     def end(self) -> None:
         """Ends the rollout engine; the next one starts with the initial weights."""
@@ -147,7 +145,6 @@ class RolloutWeights:
             if is_changed:
                 self.end()  # some of its tensors are new, and some are old
             return False
-        self._held.hold("rollout", weights)
         return True
 
     @property

@@ -46,7 +46,7 @@ from ratchet.infra.workers.rollouts import Generated, Rollouts
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.distributed import accelerator, determinism, ranks
-from ratchet.rlhf.errors import EngineLost, NotFinite
+from ratchet.rlhf.errors import EngineLost, NotFinite, RatchetError
 
 if TYPE_CHECKING:
     from ratchet.rlhf.agents.agent_loop import Generator
@@ -282,6 +282,7 @@ class Worker:
         has_copy = role == "rollout" and not self.rollout_is_actor()
         if not has_copy or self.copy_to_rollout(weights) is None:
             raise WrongPolicyVersion(role)
+        self._held.hold(role, weights)
 
     def _generator(self, engine: RolloutEngine) -> Generator:
         from ratchet.rlhf.agents.agent_loop import Generator
@@ -340,9 +341,12 @@ class Worker:
         """True if the rollout shares the actor's tensors."""
         return self.engines.owner("rollout") == "actor"
 
-    def log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Computes the actor's log-probs of each text's tokens but the first, at temperature 1."""
+    def log_probs_of(self, weights: Weights, texts: Sequence[Sequence[int]]) -> list[list[float]] | None:
+        """Computes the actor's log-probs of each text's tokens but the first, at temperature 1; None: the actor has
+        other weights."""
         with self._computing["actor"]:
+            if not self._held.has("actor", weights):
+                return None
             batch = TrajectoryBatch.of(
                 {"prompt_ids": [text[:1] for text in texts], "response_ids": [text[1:] for text in texts]}
             )
@@ -355,15 +359,20 @@ class Worker:
 
     def score(self, texts: Sequence[Sequence[int]], drawn: int) -> dict[str, list[Scored]]:
         """Lets every engine of the rollout score texts; see `RolloutEngine.score`. Returns their answers by name."""
+        engine = self.engines.rollout()  # on all ranks
+        # all ranks have the same servers
+        asks = ranks.rank() == 0 if self.config.rollout.engine.outlives_runs else self.engines.team.leads
+        own: dict[str, list[Scored]] = {}
+        problem: RatchetError | None = None
         try:
-            engine = self.engines.rollout()  # on all ranks
-            # all ranks have the same servers
-            asks = ranks.rank() == 0 if self.config.rollout.engine.outlives_runs else self.engines.team.leads
             own = engine.score(texts, drawn) if asks else {}
-        except EngineLost:  # its replacement starts without the weights
-            self._rollout_weights.end()
-            raise
-        everyone = ranks.gathered(own)
+        except RatchetError as error:
+            problem = error
+            if isinstance(error, EngineLost):  # its replacement starts without the weights
+                self._rollout_weights.end()
+        everyone, problems = ranks.gathered(own), ranks.gathered(problem)
+        for met in filter(None, problems):  # on every rank, so that none waits for the others
+            raise met
         several = sum(map(bool, everyone)) > 1
         return {
             name or ("the rollout" if not several else f"the rollout of rank {rank}"): scored
@@ -371,13 +380,9 @@ class Worker:
             for name, scored in answers.items()
         }
 
-    def distrust_rollout(self) -> None:
-        """Forgets which weights the rollout holds, so that they are transferred again."""
-        self._held.lose("rollout")
-
     def copy_to_rollout(self, weights: Weights) -> int | None:
         """Copies the actor's weights to the rollout of this process. Returns the bytes moved; None: the actor has other
-        weights."""
+        weights. The rollout generates with them after `mark_as_version`."""
         return self._rollout_weights.copy(weights)
 
     def open_rendezvous(self) -> str:
@@ -436,7 +441,8 @@ class Worker:
         self.resources.close()
 
     def mark_as_version(self, role: str, weights: Weights) -> None:
-        """Labels the role's tensors with `weights`, after an update was skipped or replayed with different bits."""
+        """Labels the role's tensors with `weights`: after a transfer to the rollout, or an update that was skipped or
+        replayed with different bits."""
         self._held.hold(role, weights)
 
     def begin_save(self, role: str) -> None:

@@ -18,7 +18,7 @@ from ratchet.rlhf.models import prefix_sharing
 from ratchet.rlhf.models.decoding import Decoder, Decoding, decoding_of
 from ratchet.rlhf.models.hub_layout import copy_weights
 from ratchet.rlhf.models.kernels import as_written
-from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of
+from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, Scored, limit_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -91,6 +91,10 @@ class HFRollout(RolloutEngine):
     def close(self) -> None:
         """Ends the engine's thread."""
         self._thread.shutdown()
+
+    def score(self, texts: Sequence[Sequence[int]], drawn: int) -> dict[str, list[Scored]]:
+        """Scores texts; see `RolloutEngine.score`. Draws nothing after them: no cache outlives a batch."""
+        return {"": [Scored(tuple(log_probs)) for log_probs in self.log_probs_of(texts)]}
 
     def log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._thread.submit(self._log_probs_of, texts).result()

@@ -84,7 +84,7 @@ def _stage(run: Run, iteration: int, manifest: Manifest, described: set[str]) ->
         if not name.startswith(("input.", "stage", "version", "deterministic", "iteration")):
             details.append(f"{name} = {value}")
     if manifest.stage == "generate" and (check := run.store.iteration_state(iteration).canary) is not None:
-        details.append(_checked(check))
+        details += [_checked(check)] if check.iteration == iteration else []
     details += [f"config.{key} = {value}" for key, value in manifest.config.items()]
     sources = run.store.manifests(iteration)
     inputs = [name.removeprefix("input.") for name in parts if name.startswith("input.")]

@@ -22,7 +22,7 @@ from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import LoRAConfig, ModelConfig
 from ratchet.rlhf.models.loading import load_actor
-from ratchet.rlhf.rollout.canary import DRAWN, TEXTS, TOKENS, Canary, Finding, check, tolerance
+from ratchet.rlhf.rollout.canary import DRAWN, TEXTS, TOKENS, Before, Canary, Finding, check, tolerance
 from ratchet.rlhf.rollout.engine import RolloutEngine
 from ratchet.rlhf.rollout.server_engine import ServerRollout
 from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
@@ -131,7 +131,7 @@ class Checked:
         self.plan = replace(STEP, lr=lr)
         numbers = np.random.default_rng(0)
         self.texts = tuple(tuple(numbers.integers(3, 78, TOKENS).tolist()) for _ in range(TEXTS))
-        self.before: tuple[tuple[float, ...], ...] | None = None
+        self.before: Before | None = None
         self.learned: list[float] = []
         for _ in range(CANARIES):
             self.sound()
@@ -159,8 +159,11 @@ class Checked:
         log_probs = tuple(map(tuple, outputs["log_probs"].to_pylist()))
         limit = tolerance(self.learned[:CANARIES] if len(self.learned) >= CANARIES else (), self.dtype, quantized=False)
         canary = Canary(self.texts, log_probs, self.before)
-        self.before = log_probs
-        findings = [check(canary, scored, limit) for scored in self.engine.score(self.texts, DRAWN).values()]
+        scored = self.engine.score(self.texts, DRAWN)
+        self.before = Before(
+            log_probs, {name: tuple(text.log_probs for text in texts) for name, texts in scored.items()}
+        )
+        findings = [check(canary, name, texts, limit) for name, texts in scored.items()]
         return max(findings, key=lambda finding: (finding.problem is not None, finding.difference))
 
     def sound(self) -> None:

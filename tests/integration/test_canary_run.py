@@ -41,6 +41,18 @@ def transfers_fail() -> None:
     HFRollout.load_weights = load_weights  # type: ignore[method-assign]
 
 
+def no_transfer_succeeds() -> None:
+    """In the driver: the rollout keeps the weights of the model's files, which are older."""
+    from ratchet.rlhf.rollout.hf_engine import HFRollout
+
+    def load_weights(
+        self: HFRollout, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None
+    ) -> int:
+        return sum(tensor.nbytes for _, tensor in weights)
+
+    HFRollout.load_weights = load_weights  # type: ignore[method-assign]
+
+
 @pytest.fixture
 def config(workspace: Path, processes: Processes) -> RunConfig:
     return own_copy(workspace, processes)
@@ -95,6 +107,9 @@ def test_a_rollout_with_old_weights_stops_the_run(config: RunConfig, processes: 
     then = History.of(config)
     assert (then.state.iteration, then.state.shards, then.state.stages) == (2, {}, {}), "nothing was generated"
     assert then.commits(CanaryCheck)[-1].problem is not None
+    again = processes.cli("resume", config.run.name, "--store", config.run.store, setup=no_transfer_succeeds)
+    assert again.wait() == 1, "the fault is still there"
+    assert not History.of(config).state.shards
     resumed = processes.cli("resume", config.run.name, "--store", config.run.store)
     assert resumed.wait() == 0, resumed.text
     undisturbed = config.with_values({"run.name": "undisturbed"})
