@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -103,7 +104,8 @@ def responses_ahead_wait() -> None:
         updates += b'"stage":"update_actor"' in data
 
     async def held(self: VLLMRollout, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        is_ahead, tokens = int(request.trajectory_id[2:].split("-")[0]) > updates, 0
+        iteration = re.match(r"it(\d+)-", request.trajectory_id)  # None: a check of the weights
+        is_ahead, tokens = iteration is not None and int(iteration[1]) > updates, 0
         async with aclosing(stream(self, request, sampling)) as chunks:
             async for chunk in chunks:
                 yield chunk

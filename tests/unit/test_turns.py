@@ -58,6 +58,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> W
     built = Worker(config, RunStore(ObjectStore(f"file://{tmp_path}")))
     built.load("actor", FIRST, None)
     assert built.copy_to_rollout(FIRST)
+    built.mark_as_version("rollout", FIRST)
     return built
 
 
@@ -84,7 +85,8 @@ def test_weights_that_are_replaced_anyway_are_not_kept(tmp_path: Path, monkeypat
     assert built.copy_to_rollout(SECOND)
     assert told() == [("wake", ["weights"]), ("new weights",)]
     assert built.engines.state_of("actor").weights_buffers.in_use, "the weights are read from host memory"
-    assert built.has_weights("rollout", SECOND)
+    assert not built.has_weights("rollout", SECOND), "whoever transfers them checks them first"
+    built.mark_as_version("rollout", SECOND)
     built.engines.rollout()
     assert told() == [("wake", ["kv_cache"])]
 
