@@ -75,7 +75,9 @@ def expected(driver: Driver, weights: Weights) -> Canary | None:
     """
     if not driver.term or not exists(driver.config):  # term 0: a driver that only reads
         return None
-    texts, last = _texts(driver), _last(driver)
+    if driver.canary_texts is None:
+        driver.canary_texts = _texts(driver)
+    texts, last = driver.canary_texts, _last(driver)
     if not texts:
         return None
     if last is not None and last.canary.texts != texts:

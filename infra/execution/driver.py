@@ -83,6 +83,8 @@ class Driver:
         """The answers of `data.replay.files` by prompt; None until they are read."""
         self.experience_runs: dict[str, RunStore] = {}
         """The other runs of `data.replay`, as of their first reading."""
+        self.canary_texts: tuple[tuple[int, ...], ...] | None = None
+        """Cached texts of the checks of the rollout's weights; None until the first check."""
         self.stopping = Stopping(f"`ratchet resume {config.run.name}`")
 
     @property

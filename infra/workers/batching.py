@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf.batch import TrajectoryBatch
-from ratchet.rlhf.train.engine import InferenceEngine
+from ratchet.rlhf.train.engine import InferenceEngine, InferencePlan
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,40 +22,17 @@ class Together(InferenceEngine):
     def __init__(self, engine: Callable[[], InferenceEngine], batches: Sequence[TrajectoryBatch]) -> None:
         """Takes a function that returns the engine, ready for inference, and the rows of each shard."""
         self._engine, self._batches = engine, batches
-        self._computed: dict[tuple[tuple[str, ...], float, int, int], list[dict[str, pa.Array]]] = {}
+        self._computed: dict[InferencePlan, list[dict[str, pa.Array]]] = {}
 
-    def infer(
-        self,
-        batch: TrajectoryBatch,
-        outputs: Iterable[str],
-        *,
-        temperature: float,
-        micro_batch_tokens: int,
-        top_k: int = 0,
-    ) -> dict[str, pa.Array]:
+    def inferred(self, batch: TrajectoryBatch, plan: InferencePlan) -> dict[str, pa.Array]:
         """Computes the outputs of a shard's batch together with those of the others; any other batch is computed
         alone."""
-        names = tuple(outputs)
         number = next((number for number, own in enumerate(self._batches) if own is batch), None)
         if number is None:
-            return super().infer(
-                batch, names, temperature=temperature, micro_batch_tokens=micro_batch_tokens, top_k=top_k
-            )
-        asked = (names, temperature, micro_batch_tokens, top_k)
-        if asked not in self._computed:
-            self._computed[asked] = self.infer_each(
-                self._batches, names, temperature=temperature, micro_batch_tokens=micro_batch_tokens, top_k=top_k
-            )
-        return self._computed[asked][number]
+            return super().inferred(batch, plan)
+        if plan not in self._computed:
+            self._computed[plan] = self.infer_each(self._batches, plan)
+        return self._computed[plan][number]
 
-    def infer_each(
-        self,
-        batches: Sequence[TrajectoryBatch],
-        outputs: Iterable[str],
-        *,
-        temperature: float,
-        micro_batch_tokens: int,
-        top_k: int = 0,
-    ) -> list[dict[str, pa.Array]]:
-        infer_each = self._engine().infer_each
-        return infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens, top_k=top_k)
+    def infer_each(self, batches: Sequence[TrajectoryBatch], plan: InferencePlan) -> list[dict[str, pa.Array]]:
+        return self._engine().infer_each(batches, plan)

@@ -370,13 +370,14 @@ class Worker:
             problem = error
             if isinstance(error, EngineLost):  # its replacement starts without the weights
                 self._rollout_weights.end()
-        everyone, problems = ranks.gathered(own), ranks.gathered(problem)
-        for met in filter(None, problems):  # on every rank, so that none waits for the others
-            raise met
-        several = sum(map(bool, everyone)) > 1
+        everyone = ranks.gathered((own, problem))
+        for _, met in everyone:
+            if met is not None:  # on every rank, so that none waits for the others
+                raise met
+        several = sum(bool(answers) for answers, _ in everyone) > 1
         return {
             name or ("the rollout" if not several else f"the rollout of rank {rank}"): scored
-            for rank, answers in enumerate(everyone)
+            for rank, (answers, _) in enumerate(everyone)
             for name, scored in answers.items()
         }
 

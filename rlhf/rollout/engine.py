@@ -104,9 +104,10 @@ def joined(chunks: Sequence[Chunk]) -> Generation:
     )
 
 
-def canary_sampling(drawn: int) -> Sampling:
-    """Returns the sampling of `RolloutEngine.score`."""
-    return Sampling(temperature=1.0, top_p=1.0, max_tokens=drawn, seed=0, ignore_eos=True, seeds="engine")
+def canary_requests(texts: Sequence[Sequence[int]], drawn: int) -> tuple[list[Request], Sampling]:
+    """Returns the requests of `RolloutEngine.score`, and how they are sampled."""
+    requests = [Request(f"canary-{number}", tuple(text)) for number, text in enumerate(texts)]
+    return requests, Sampling(temperature=1.0, top_p=1.0, max_tokens=drawn, seed=0, ignore_eos=True, seeds="engine")
 
 
 def with_answers(texts: Sequence[Sequence[int]], answers: Sequence[Generation]) -> list[list[int]]:
@@ -217,13 +218,7 @@ class RolloutEngine(ABC):
         Raises:
             EngineLost: the engine's process or server does not answer.
         """
-        requests = [Request(f"canary-{number}", tuple(text)) for number, text in enumerate(texts)]
-        answers = self.generate(requests, canary_sampling(drawn))
-        return {"": scored_of(texts, answers, self.log_probs_of(with_answers(texts, answers)))}
-
-    def log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Computes the log-probs of each text's tokens but the first, at temperature 1, without a prefix cache."""
-        raise NotImplementedError(f"{type(self).__name__} does not score texts")
+        raise AssertionError(f"{type(self).__name__} is not asked to: see RolloutEngineConfig.scores_texts")
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:

@@ -94,10 +94,8 @@ class HFRollout(RolloutEngine):
 
     def score(self, texts: Sequence[Sequence[int]], drawn: int) -> dict[str, list[Scored]]:
         """Scores texts; see `RolloutEngine.score`. Draws nothing after them: no cache outlives a batch."""
-        return {"": [Scored(tuple(log_probs)) for log_probs in self.log_probs_of(texts)]}
-
-    def log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._thread.submit(self._log_probs_of, texts).result()
+        computed = self._thread.submit(self._log_probs_of, texts).result()
+        return {"": [Scored(tuple(log_probs)) for log_probs in computed]}
 
     @torch.no_grad()
     def _log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -30,7 +30,7 @@ from ratchet.rlhf.rollout.engine import (
     RolloutEngine,
     Sampling,
     Scored,
-    canary_sampling,
+    canary_requests,
     joined,
     limit_of,
     scored_of,
@@ -402,8 +402,7 @@ class ServerRollout(RolloutEngine):
         return self._each(partial(self._whole, request, sampling))
 
     def score(self, texts: Sequence[Sequence[int]], drawn: int) -> dict[str, list[Scored]]:
-        sampling = canary_sampling(drawn)
-        requests = [Request(f"canary-{number}", tuple(text)) for number, text in enumerate(texts)]
+        requests, sampling = canary_requests(texts, drawn)
 
         async def scored(server: Ask) -> list[Scored]:
             answers = await event_loop.gather([self._whole(request, sampling, server) for request in requests])

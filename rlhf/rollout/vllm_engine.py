@@ -35,7 +35,18 @@ from ratchet.rlhf import child_processes, event_loop
 from ratchet.rlhf.distributed import accelerator, determinism
 from ratchet.rlhf.errors import EngineLost, UserError, in_one_line
 from ratchet.rlhf.rollout import device_memory
-from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, limit_of, seed_of
+from ratchet.rlhf.rollout.engine import (
+    Chunk,
+    Request,
+    RolloutEngine,
+    Sampling,
+    Scored,
+    canary_requests,
+    limit_of,
+    scored_of,
+    seed_of,
+    with_answers,
+)
 from ratchet.rlhf.rollout.vllm_process import VLLM, NewTokens, Submission
 from ratchet.rlhf.weights.buckets import DeviceMemory, Packed, SharedMemory, send
 from ratchet.rlhf.weights.weight_files import write_weights
@@ -327,8 +338,10 @@ class VLLMRollout(RolloutEngine):
         submitted, self._submitted = self._submitted, []
         self._running().send("submit", submitted)
 
-    def log_probs_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._running().call(VLLM.log_probs_of, [list(text) for text in texts], self._adapter)
+    def score(self, texts: Sequence[Sequence[int]], drawn: int) -> dict[str, list[Scored]]:
+        answers = self.generate(*canary_requests(texts, drawn))
+        log_probs = self._running().call(VLLM.log_probs_of, with_answers(texts, answers), self._adapter)
+        return {"": scored_of(texts, answers, log_probs)}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Replaces the weights in place and clears the prefix cache; see `RolloutEngine.load_weights`."""

@@ -29,6 +29,18 @@ class OptimizerPlan:
     temperature: float
 
 
+@dataclass(frozen=True)
+class InferencePlan:
+    """What to compute without gradients."""
+
+    outputs: tuple[str, ...]
+    """Names of the outputs; see `InferenceEngine.infer`."""
+    temperature: float
+    micro_batch_tokens: int
+    top_k: int = 0
+    """Number of most likely tokens."""
+
+
 class InferenceEngine(Protocol):
     """A model that computes outputs: actor and reference give log_probs and entropy, a critic gives values."""
 
@@ -52,20 +64,14 @@ class InferenceEngine(Protocol):
             Columns by name: one float32 list per row of the batch, with one value per response token, or `top_k` of
             `topk_ids` and `topk_log_probs`.
         """
-        [computed] = self.infer_each(
-            [batch], outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens, top_k=top_k
-        )
+        return self.inferred(batch, InferencePlan(tuple(outputs), temperature, micro_batch_tokens, top_k))
+
+    def inferred(self, batch: TrajectoryBatch, plan: InferencePlan) -> dict[str, pa.Array]:
+        """Computes what `infer` is asked for."""
+        [computed] = self.infer_each([batch], plan)
         return computed
 
-    def infer_each(
-        self,
-        batches: Sequence[TrajectoryBatch],
-        outputs: Iterable[str],
-        *,
-        temperature: float,
-        micro_batch_tokens: int,
-        top_k: int = 0,
-    ) -> list[dict[str, pa.Array]]:
+    def infer_each(self, batches: Sequence[TrajectoryBatch], plan: InferencePlan) -> list[dict[str, pa.Array]]:
         """Computes the outputs of several batches as `infer` does, bit for bit; together, so that fewer ranks wait."""
         ...
 

@@ -12,7 +12,7 @@ of these tensors; `ratchet.rlhf.models.megatron_layout` maps their elements to M
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -33,7 +33,7 @@ from ratchet.rlhf.models import activation_checkpointing, megatron_model
 from ratchet.rlhf.models.megatron_layout import EXPERTS, TensorBlock, local_layout, parts_between, refusal
 from ratchet.rlhf.models.skeleton import Skeleton
 from ratchet.rlhf.models.token_outputs import Head, TokenOutputs, VocabularyShare
-from ratchet.rlhf.train.engine import OptimizerPlan
+from ratchet.rlhf.train.engine import InferencePlan, OptimizerPlan
 from ratchet.rlhf.train.megatron_groups import Layout, MegatronGroups
 from ratchet.rlhf.train.micro_batches import MicroBatch
 from ratchet.rlhf.train.model_engine import LossOf, ModelEngine, not_finite
@@ -181,18 +181,10 @@ class MegatronEngine(ModelEngine):
         """The module that computes this rank's part of the logits."""
         return self.decoder.output_layer  # type: ignore[no-any-return]
 
-    def infer_each(
-        self,
-        batches: Sequence[TrajectoryBatch],
-        outputs: Iterable[str],
-        *,
-        temperature: float,
-        micro_batch_tokens: int,
-        top_k: int = 0,
-    ) -> list[dict[str, pa.Array]]:
-        assert not top_k, "the config refuses it: each rank has a part of the vocabulary"
+    def infer_each(self, batches: Sequence[TrajectoryBatch], plan: InferencePlan) -> list[dict[str, pa.Array]]:
+        assert not plan.top_k, "the config refuses it: each rank has a part of the vocabulary"
         self.groups.enter()
-        return super().infer_each(batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        return super().infer_each(batches, plan)
 
     def update(self, batch: TrajectoryBatch, objective: Objective, plan: OptimizerPlan) -> dict[str, float]:
         self.groups.enter()

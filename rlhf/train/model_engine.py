@@ -33,7 +33,7 @@ from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
 from ratchet.rlhf.models.sequence_parallel import Team
 from ratchet.rlhf.models.skeleton import Skeleton
 from ratchet.rlhf.models.token_outputs import TOP_K, Head, TokenOutputs
-from ratchet.rlhf.train.engine import InferenceEngine, OptimizerPlan
+from ratchet.rlhf.train.engine import InferenceEngine, InferencePlan, OptimizerPlan
 from ratchet.rlhf.train.micro_batches import (
     TOP_K_COLUMNS,
     Layout,
@@ -251,27 +251,19 @@ class ModelEngine(InferenceEngine, ABC):
 
     # Computing.
 
-    def infer_each(
-        self,
-        batches: Sequence[TrajectoryBatch],
-        outputs: Iterable[str],
-        *,
-        temperature: float,
-        micro_batch_tokens: int,
-        top_k: int = 0,
-    ) -> list[dict[str, pa.Array]]:
-        names = tuple(outputs)
+    def infer_each(self, batches: Sequence[TrajectoryBatch], plan: InferencePlan) -> list[dict[str, pa.Array]]:
+        names = plan.outputs
         lengths = [batch.lengths("response_ids") for batch in batches]
         starts = [np.concatenate([[0], np.cumsum(of_batch)]) for of_batch in lengths]
-        widths = {name: top_k if name in TOP_K else 1 for name in names}
+        widths = {name: plan.top_k if name in TOP_K else 1 for name in names}
         flat = [
             {name: np.zeros((of_batch[-1], width), dtype=np.float32) for name, width in widths.items()}
             for of_batch in starts
         ]
         # rounding depends on the rows of a micro-batch, so none mixes two batches; they are only dealt together
-        micro_batches = self._dealt(batches, micro_batch_tokens)
+        micro_batches = self._dealt(batches, plan.micro_batch_tokens)
         # all outputs leave a GPU together, so that it never waits for the host in between
-        parts = self._outputs([replace(micro, top=top_k) for *_, micro in micro_batches], names, temperature)
+        parts = self._outputs([replace(micro, top=plan.top_k) for *_, micro in micro_batches], names, plan.temperature)
         computed = [outputs for _, outputs in parts]
         columns = {name: [outputs[name] for outputs in computed] for name in names}
         on_host = {
@@ -649,21 +641,10 @@ class WithoutAdapters(InferenceEngine):
         """Wraps an actor that has adapters."""
         self.actor = actor
 
-    def infer_each(
-        self,
-        batches: Sequence[TrajectoryBatch],
-        outputs: Iterable[str],
-        *,
-        temperature: float,
-        micro_batch_tokens: int,
-        top_k: int = 0,
-    ) -> list[dict[str, pa.Array]]:
+    def infer_each(self, batches: Sequence[TrajectoryBatch], plan: InferencePlan) -> list[dict[str, pa.Array]]:
         """Computes per-token outputs of the base model; see `InferenceEngine.infer_each`."""
-        infer_each = self.actor.infer_each
         with lora.off(self.actor.model):
-            return infer_each(
-                batches, outputs, temperature=temperature, micro_batch_tokens=micro_batch_tokens, top_k=top_k
-            )
+            return self.actor.infer_each(batches, plan)
 
 
 def float32_model(engine: ModelEngine) -> PreTrainedModel:

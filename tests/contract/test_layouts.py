@@ -33,7 +33,7 @@ from ratchet.rlhf.data.formats import Chat
 from ratchet.rlhf.errors import NotFinite, UserError
 from ratchet.rlhf.models.loading import load_actor, load_reward_model
 from ratchet.rlhf.models.tokenizers import load_tokenizer
-from ratchet.rlhf.train.engine import OptimizerPlan, TrainEngine
+from ratchet.rlhf.train.engine import InferencePlan, OptimizerPlan, TrainEngine
 from ratchet.rlhf.train.model_engine import ModelEngine, float32_model
 from ratchet.rlhf.train.reward_engine import RewardEngine
 from ratchet.rlhf.weights.stored_state import StoredState
@@ -343,7 +343,9 @@ def run_groupings(kind: Kind, batch: TrajectoryBatch) -> list[tuple[int, list[An
         outputs: dict[int, Any] = {}
         for numbers in grouping:
             batches = [batch.take(SHARDS[number]) for number in numbers]
-            computed = engine.infer_each(batches, kind.outputs, temperature=0.7, micro_batch_tokens=20)
+            computed = engine.infer_each(
+                batches, InferencePlan(tuple(kind.outputs), temperature=0.7, micro_batch_tokens=20)
+            )
             outputs |= dict(zip(numbers, computed, strict=True))
         found.append((len(passes), [outputs[number] for number in range(len(SHARDS))]))
     return found
