@@ -18,6 +18,7 @@ import yaml
 from ratchet.infra.store.records import Journal
 from ratchet.infra.workers.log_probs_check import PROBE_TOKENS
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.rollout.canary import DRAWN, TEXTS
 from ratchet.rlhf.rollout.server_engine import STREAM_INTERVAL
 from tests import tiny
 from tests.extras import needs
@@ -29,6 +30,8 @@ from tests.vllm_server import serving
 
 pytestmark = needs("vllm")
 PROMPTS, SAMPLES, LENGTH = 16, 4, 150
+CHECKED = PROBE_TOKENS + TEXTS * (DRAWN + 1)
+"""Tokens that a server generates before a driver trusts it, to probe its log-probs and to check its weights."""
 
 
 @dataclass
@@ -181,9 +184,9 @@ def test_no_journaled_token_is_generated_twice(
     for name, ids in zip(rows["trajectory_id"], rows["response_ids"], strict=True):
         assert len(ids) == LENGTH
         assert list(ids[: len(durable.get(name, []))]) == durable.get(name, [])
-    # nothing that is durable is generated again: the server generated what was missing, and its probe
+    # nothing that is durable is generated again: the server generated what was missing, and what is checked
     generated = server.tokens_once_idle() - before
-    assert generated == total - sum(map(len, durable.values())) + PROBE_TOKENS
+    assert generated == total - sum(map(len, durable.values())) + CHECKED
     assert not list(history.folder.glob("journals/*/*")), "a committed stage needs no journal"
 
 
@@ -210,7 +213,7 @@ def test_a_journal_of_another_config_or_with_damage_is_left_out(
     child = processes.cli("train", written(cooler, processes.folder))
     assert child.wait() == 0, child.text
     assert "starts without its journal: rollout.temperature: 1.0 -> 0.5" in child.text.replace("\n", " ")
-    assert server.tokens_once_idle() - before == PROMPTS * SAMPLES * LENGTH + PROBE_TOKENS
+    assert server.tokens_once_idle() - before == PROMPTS * SAMPLES * LENGTH + CHECKED
     history = History.of(config)
     history.check_sound()
     assert len(history.commits(Journal)) >= 4
@@ -238,5 +241,5 @@ def test_a_stop_writes_a_journal_and_vacuum_keeps_it(
     child = processes.train(config)
     assert child.wait() == 0, child.text
     generated = server.tokens_once_idle() - before
-    assert generated == PROMPTS * SAMPLES * LENGTH - sum(map(len, tokens.values())) + PROBE_TOKENS
+    assert generated == PROMPTS * SAMPLES * LENGTH - sum(map(len, tokens.values())) + CHECKED
     History.of(config).check_sound()
