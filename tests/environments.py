@@ -53,7 +53,7 @@ class Ledger:
 
     def step(self, turn: str, key: str) -> Observation:
         self.folder.mkdir(exist_ok=True)
-        self._append("calls", {"key": key, "turn": turn})
+        self._append("calls", {"key": key, "turn": turn, "delicate": not self.is_repeatable(turn)})
         try:
             os.close(os.open(self.folder / key.replace("/", "_"), os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -73,7 +73,7 @@ class Ledger:
     def is_repeatable(self, turn: str) -> bool:
         return "x" not in turn
 
-    def _append(self, name: str, entry: dict[str, str]) -> None:
+    def _append(self, name: str, entry: dict[str, str | bool]) -> None:
         with (self.folder / f"{name}.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
@@ -140,7 +140,7 @@ class Tally:
         return Observation(None if is_over else f"{self.balance} ", float(self.balance) if is_over else 0.0)
 
 
-def entries(folder: Path, name: str) -> list[dict[str, str]]:
+def entries(folder: Path, name: str) -> list[dict[str, Any]]:
     """Returns what ledgers booked there: `calls` or `effects`."""
     path = folder / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -158,7 +158,7 @@ def check_books(folder: Path, *, drivers: int | None = None, is_damaged: bool = 
     if is_damaged:
         return
     calls = entries(folder, "calls")
-    delicate = [entry["key"] for entry in calls if "x" in entry["turn"]]
+    delicate = [entry["key"] for entry in calls if entry["delicate"]]
     assert len(delicate) == len(set(delicate)), "a turn was repeated that must not be"
     by_trajectory: dict[str, list[str]] = {}
     for entry in calls:

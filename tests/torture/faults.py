@@ -106,9 +106,9 @@ class Victim:
         most = 12 if operation == "step" else OPERATIONS
         return Fault(operation, "", when, count=self.random.randint(1, most), action=action)
 
-    def killed(self) -> bool:
-        """Starts a driver that dies somewhere, if it gets there; returns True if it did."""
-        died = expect(self.start(self.somewhere()), 0, -signal.SIGKILL) != 0
+    def killed(self, fault: Fault | None = None) -> bool:
+        """Starts a driver that dies of a fault, by default somewhere, if it gets there; returns True if it did."""
+        died = expect(self.start(fault or self.somewhere()), 0, -signal.SIGKILL) != 0
         self.kills += died
         return died
 
@@ -134,7 +134,11 @@ def kills(victim: Victim) -> None:
 def many_kills(victim: Victim) -> None:
     """Kills one driver after the other, until the run is complete or has had its share."""
     for _ in range(victim.random.randint(10, 20)):
-        if not victim.killed():
+        # mostly where a turn is stored: a driver that survives such a kill has all turns behind it
+        stores_turn = Fault(
+            "put", "calls/", victim.random.choice(["before", "after"]), count=victim.random.randint(1, 8)
+        )
+        if not victim.killed(stores_turn if victim.random.random() < 0.85 else None):
             return
 
 
