@@ -18,6 +18,7 @@ from ratchet.infra.progress import note
 from ratchet.infra.store.log import Corrupt, Fenced, Late
 from ratchet.infra.store.records import Claim
 from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf import consent
 from ratchet.rlhf.config.run import stored_config
 from ratchet.rlhf.errors import UserError, counted
 from ratchet.tasks.shard_runner import LOOK_S, ShardJob, shared
@@ -61,6 +62,7 @@ def _opened(store: RunStore, claim: Claim) -> Driver:
         raise UserError(
             f"run {name} takes no rollout workers: resume it with rollout.workers=true, and start this one again"
         )
+    consent.require(stored)
     # this process holds the rollout alone, which is checked by the digests of the files that it loads
     config = with_iterations(stored.with_values({"pools": {}, "placement": "colocated", "rollout.canary": "off"}))
     worker = Driver(config, store, roles=("rollout",))

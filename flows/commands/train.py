@@ -82,9 +82,7 @@ def rollout_worker(name: Name, store: Store = DEFAULT_STORE, trust_code: TrustCo
     from ratchet.infra.runs.run import open_run
 
     url = url_of(name, store)
-    stored = open_run(url).config
-    stored.require_own("cannot generate for it")
-    consent.require(stored)
+    open_run(url).config.require_own("cannot generate for it")
     with progress(console):
         from ratchet.tasks.rollout_worker import work
 

@@ -445,8 +445,8 @@ class RolloutConfig(SamplingConfig):
     )
     workers: bool = Field(
         False,
-        description="other processes may generate beside the driver: `ratchet rollout-worker` starts one, which may come "
-        "and go at any time",
+        description="other processes may generate beside the driver: `ratchet rollout-worker` starts one, which may "
+        "come and go at any time",
     )
     max_in_flight: int = Field(
         512, gt=0, description="largest number of trajectories that a replica of the engine generates at the same time"

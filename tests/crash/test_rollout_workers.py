@@ -73,7 +73,8 @@ def check_same(workspace: Path, processes: Processes, config: RunConfig) -> Hist
     assert set(now.shards.values()) == {1}
     rows = pd.read_parquet(now.folder / "trajectories" / "generate")
     assert len(rows) == rows["trajectory_id"].nunique() == 3 * 2 * SHARDS, "no file is left that no record names"
-    assert len(list((now.folder / "checkpoints" / "rollout").iterdir())) <= 1, "older weights for workers are deleted"
+    published = {path.parent for path in (now.folder / "checkpoints" / "rollout").glob("*/*")}
+    assert len(published) == 1, "older weights for workers are deleted"
     return now
 
 
