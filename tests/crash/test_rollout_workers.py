@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from ratchet.infra.execution import neighbours
 from ratchet.infra.store.records import Lease, Published, ShardCommit
 from ratchet.rlhf.config import RunConfig
 from tests import tiny
@@ -134,9 +135,8 @@ def test_a_worker_is_killed(point: str, workspace: Path, processes: Processes) -
 
 
 def _soon_dead() -> None:
-    import ratchet.infra.execution.neighbours as neighbours
-
-    neighbours.SILENT_S, neighbours.INTERVAL_S = 1.0, 0.2
+    for name, seconds in (("SILENT_S", 1.0), ("INTERVAL_S", 0.2)):
+        setattr(neighbours, name, seconds)
 
 
 def test_a_worker_that_was_paused_commits_nothing_twice(workspace: Path, processes: Processes) -> None:
