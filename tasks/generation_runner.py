@@ -11,6 +11,7 @@ from typing import Generic
 
 from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.replicas import Complete, Prompt, Replicas, Reports
+from ratchet.infra.store.log import Late
 from ratchet.infra.store.records import Journal, ShardRef, Weights
 from ratchet.infra.store.run_store import JOURNAL
 from ratchet.infra.workers.calls import C, Call, ComputedShard, Pending, RowsCall, S, ShardKey
@@ -76,8 +77,10 @@ class GenerationRunner(Generic[C, S]):
         for report in reports:
             if isinstance(report, BaseException):
                 raise report
+        # but for those that were dropped after they were complete
+        complete = [report for report in reports if isinstance(report, Complete) and report.key in self.requests]
         # all are asked before waiting for any, so that the replicas write at the same time
-        writing = {report.key[2]: self._write(report) for report in reports if isinstance(report, Complete)}
+        writing = {report.key[2]: self._write(report) for report in complete}
         return {shard: rows.result() for shard, rows in writing.items()}
 
     def _write(self, complete: Complete) -> Pending[ComputedShard[S]]:
@@ -110,16 +113,14 @@ class GenerationRunner(Generic[C, S]):
         ]
         parts = tuple(part for answer in pending if (part := answer.result()) is not None)
         if parts:
-            store.replace_journal(
-                Journal(
-                    iteration=self.iteration,
-                    stage=self.stage,
-                    term=self.driver.term,
-                    worker=store.log.worker,
-                    parts=parts,
-                )
+            journal = Journal(
+                iteration=self.iteration, stage=self.stage, term=self.driver.term, worker=store.log.worker, parts=parts
             )
-            self._own_parts = frozenset(parts)
+            try:
+                store.replace_journal(journal)
+                self._own_parts = frozenset(parts)
+            except Late:  # the stage is over
+                store.delete_journals([journal])
         self._journaled = time.monotonic()
 
     def _without_own(self, call: Call[C]) -> Call[C]:

@@ -29,8 +29,8 @@ class Leases:
     def committed(self) -> dict[int, ShardCommit] | None:
         """Reads the log; returns the committed shards, or None if the stage is over."""
         store = self._driver.store
-        state = store.log.read()
         store.log.check_claim()
+        state = store.state
         if state.iteration != self._iteration or self._stage in state.stages:
             return None
         committed = dict(state.shards.get(self._stage, {}))
@@ -47,7 +47,7 @@ class Leases:
         """
         store = self._driver.store
         alive, me = self._driver.neighbours.alive(), store.log.worker
-        holders = store.state.leases.get(self._stage, {})
+        holders = dict(store.state.leases.get(self._stage, {}))  # other threads of a driver append, too
         left = [shard for shard in range(self._total) if shard not in beside]
         free = [shard for shard in left if shard not in holders or holders[shard] == me or holders[shard] not in alive]
         share = -(-len(free) // len(alive | {me}))

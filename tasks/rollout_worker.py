@@ -83,15 +83,16 @@ def _generate_all(worker: Driver, life: WorkerLife) -> None:
     store, has_said_that_it_waits = worker.store, False
     while True:
         worker.stopping.check()
-        state = store.log.read()
         store.log.check_claim()
+        state = store.state
         if state.iteration >= worker.config.iterations:
             return
         weights = state.starting["actor"]
         is_ready = weights == state.initial["actor"] or store.actor_weights(weights) is not None
-        if GENERATE.name in state.stages or not is_ready:
+        is_over = len(state.shards.get(GENERATE.name, {})) == shards_of(worker)
+        if GENERATE.name in state.stages or is_over or not is_ready:
             if not has_said_that_it_waits:
-                note(f"waits for the weights of iteration {state.iteration + (GENERATE.name in state.stages)}")
+                note(f"waits for the weights of iteration {state.iteration + is_over}")
                 has_said_that_it_waits = True
             time.sleep(LOOK_S)
             continue

@@ -244,18 +244,22 @@ def shared(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[lis
         _check_journal(driver, stage, job.iteration)
     began = time.perf_counter()
     with GenerationRunner[C, S](driver, job.iteration, stage.name) as generation:
+        looked = -float("inf")
         while len(done) < job.total:
             job.check()
-            committed = leases.committed()
-            if committed is None:
-                return
-            if new := [shard for number, shard in committed.items() if number not in done]:
-                generation.drop([key for key in generation.requests if key[2] in committed])
-                yield new
-                continue
-            own = {number for _, _, number in generation.requests}
-            if generation.room and (taken := leases.take(done.keys() | own, generation.room)):
-                generation.open([job.request(number) for number in taken])
+            # not at each report of a replica: a store charges for each look
+            if not generation.requests or time.monotonic() - looked >= LOOK_S:
+                committed = leases.committed()
+                if committed is None:
+                    return
+                if new := [shard for number, shard in committed.items() if number not in done]:
+                    generation.drop([key for key in generation.requests if key[2] in committed])
+                    yield new
+                    continue
+                looked = time.monotonic()
+                own = {number for _, _, number in generation.requests}
+                if generation.room and (taken := leases.take(done.keys() | own, generation.room)):
+                    generation.open([job.request(number) for number in taken])
             if not generation.requests:
                 time.sleep(LOOK_S)  # others have the rest
                 continue
@@ -264,7 +268,7 @@ def shared(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[lis
                 seconds = (ended - began) / len(complete)
                 for shard, rows in complete.items():
                     _commit_if_first(driver, job.commit(shard, rows, seconds))
-                began = ended
+                began, looked = ended, -float("inf")
             generation.journal()
             report(
                 StageProgress(

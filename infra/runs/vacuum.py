@@ -21,7 +21,7 @@ from ratchet.infra.store.records import (
     StageCommit,
     named_here,
 )
-from ratchet.infra.store.run_store import REPORT, SERVED, RunStore, is_call_file, is_written
+from ratchet.infra.store.run_store import REPORT, SERVED, RunStore, is_call_file, is_written, term_of
 
 KEPT = ("run.json", "log/", "forks/", ANSWERS, SERVED, REPORT)
 
@@ -43,7 +43,8 @@ def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
     store.log.claim(claim)
     # the previous driver may have committed until now
     reached.advance()
-    doomed = reached.leftovers()
+    # rollout workers may have joined this claim: what they write has its term, and may be committed any moment
+    doomed = [key for key in reached.leftovers() if term_of(key) != store.log.term]
     store.objects.delete(doomed)
     store.objects.delete_leftovers()
     return doomed

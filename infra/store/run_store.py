@@ -176,7 +176,7 @@ class RunStore:
         by_term: dict[int, list[str]] = {}
         for key in sorted(self.objects.list(_calls_prefix(iteration, stage))):
             if key not in adopted:
-                by_term.setdefault(_term_of(key), []).append(key)
+                by_term.setdefault(term_of(key), []).append(key)
         return by_term
 
     def reference(self, key: str) -> ShardRef | None:
@@ -364,7 +364,7 @@ class RunStore:
         iterations = range(self.state.iteration, self.state.iteration + 1 + max(older.values()))
         places = (*stages, CLOSE, JOURNAL)
         uncommitted = [key for place in places for k in iterations for key in self.uncommitted(k, place)]
-        self.objects.delete(key for key in uncommitted if _term_of(key) < self.log.term)
+        self.objects.delete(key for key in uncommitted if term_of(key) < self.log.term)
 
     def uncommitted(self, iteration: int, stage: str) -> list[str]:
         """Lists the keys that no record names: those of a stage, of the iteration's close, or of its journals."""
@@ -536,7 +536,7 @@ def _shard_key(iteration: int, stage: str, tag: str, shard: int) -> str:
     return f"{_shard_folder(iteration, stage)}/{tag}-part-{shard:05d}.parquet"
 
 
-def _term_of(key: str) -> int:
+def term_of(key: str) -> int:
     """Returns the term in a file's name; the largest integer if there is none."""
     tag = re.search(r"[/.](\d+)-\d+(-part-\d+)?\.parquet$", key)
     # sorts after every real term, so a sweep never deletes a file that it cannot attribute

@@ -1,4 +1,4 @@
-"""Rollout workers in virtual time: real ones generate beside the real driver of a `Cluster`, are killed and replaced."""
+"""Rollout workers in virtual time: real ones generate beside the driver of a `Cluster`, are killed and replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.config import RunConfig
 from ratchet.tasks import rollout_worker, shard_runner
 from ratchet.tasks.shard_runner import run_rows
-from tests.virtual.cluster import GENERATES, Cluster, Process, Replica, Speeds, Work
+from tests.virtual.cluster import GENERATES, Cluster, Process, Replica, Work
 from tests.virtual.time import Group, Lock
 
 PUBLISH_S = 5.0
@@ -46,13 +46,18 @@ class Machine:
     def process(self, _: int) -> Process:
         return self._process
 
-    def run(self) -> None:
-        """Generates until it is killed."""
+    def join(self) -> Driver:
+        """Joins the newest driver, as a rollout worker with an engine."""
         self._process = Process(cast("Cluster", self), 0)
         self.store.join(self.life.name)
         worker = Driver(self._config, self.store)
         group = SimpleNamespace(replicas=lambda: [Replica(cast("Cluster", self), 0)])
         worker.groups = cast("Any", SimpleNamespace(of=lambda role: group))
+        return worker
+
+    def run(self) -> None:
+        """Generates until it is killed."""
+        worker = self.join()
         with self.life.beating():
             rollout_worker._generate_all(worker, self.life)
 
@@ -85,8 +90,8 @@ class Hour:
 class Fleet:
     """Rollout workers of a cluster whose driver has one replica."""
 
-    def __init__(self, work: Work, workers: int, speeds: Speeds = Speeds()) -> None:
-        self.cluster = Cluster(replace(work, replicas=1), speeds)
+    def __init__(self, work: Work, workers: int) -> None:
+        self.cluster = Cluster(replace(work, replicas=1))
         self.time, self.workers = self.cluster.time, workers
         self.kills = 0
         self.alive_s = 0.0
@@ -96,6 +101,14 @@ class Fleet:
     @contextmanager
     def driver(self) -> Iterator[Driver]:
         """Yields the driver, which beats and publishes the actor's weights; starts all workers."""
+        with self.alone() as driver:
+            for place in range(self.workers):
+                self._begin(place, driver.config)
+            yield driver
+
+    @contextmanager
+    def alone(self) -> Iterator[Driver]:
+        """Yields the driver, without any worker."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shard_runner, "GENERATE", GENERATES)
             patch.setattr(rollout_worker, "GENERATE", GENERATES)
@@ -103,8 +116,6 @@ class Fleet:
             with self.cluster.driver(rollout__workers=True, train__iterations=10_000) as driver:
                 beats = Group()
                 self.time.start(partial(self._beat, driver), group=beats)
-                for place in range(self.workers):
-                    self._begin(place, driver.config)
                 try:
                     yield driver
                 finally:
