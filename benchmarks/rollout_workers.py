@@ -54,6 +54,10 @@ class Waiting:
 
     def step(self, turn: str) -> Observation:
         """Answers a turn after a while."""
+        return self.ended()
+
+    def ended(self) -> Observation:
+        """Ends a trajectory that has no more room, after a while."""
         time.sleep(self.seconds)
         return Observation(None)
 
