@@ -329,9 +329,14 @@ class Drivers(RuleBasedStateMachine):
             assert store.state == self.states[store.state.slot + 1]
 
     def overtake(self) -> None:
-        """Another driver claims, in the middle of a request of this one."""
-        store = Watched(ObjectStore("", Memory(self.backend.objects)), f"driver {next(self.nonces)}")
-        store.claim()
+        """Another driver claims in the middle of a request of this one, or a rollout worker commits a shard."""
+        number = next(self.nonces)
+        store = Watched(ObjectStore("", Memory(self.backend.objects)), f"process {number}")
+        if number % 2 and "log/000000000000.json" in self.backend.objects:
+            store.join(store.name)
+            self.generate_one(store)
+        else:
+            store.claim()
         store.objects.backend = self.backend
         store.objects.clock, store.objects.deadline_s = self.clock, 0.0
         self.stores.append(store)
