@@ -30,6 +30,8 @@ class GenerationRunner(Generic[C, S]):
         self.requests: dict[ShardKey, RowsCall[C, S]] = {}
         self._reports: Reports = SimpleQueue()
         self._journaled = time.monotonic()
+        self.outdated: frozenset[ShardRef] = frozenset()
+        """Files of journals that were generated otherwise; no shard continues from them."""
         self._own_parts: frozenset[ShardRef] = frozenset()
         """The files of the newest journal."""
 
@@ -54,8 +56,8 @@ class GenerationRunner(Generic[C, S]):
         return self.replicas.feed.in_flight
 
     def open(self, requests: Sequence[RowsCall[C, S]]) -> None:
-        if self._own_parts:  # this journal has only shards that were opened before
-            requests = [replace(request, call=self._without_own(request.call)) for request in requests]
+        if left_out := self.outdated | self._own_parts:  # its own journal has only shards that were opened before
+            requests = [replace(request, call=_without(left_out, request.call)) for request in requests]
         self.requests |= {request.key: request for request in requests}
         begins = {request.key: partial(_begin, request) for request in requests}
         weights = requests[-1].call.weights
@@ -123,8 +125,9 @@ class GenerationRunner(Generic[C, S]):
                 store.delete_journals([journal])
         self._journaled = time.monotonic()
 
-    def _without_own(self, call: Call[C]) -> Call[C]:
-        return replace(call, journal=tuple(part for part in call.journal if part not in self._own_parts))
+
+def _without(parts: frozenset[ShardRef], call: Call[C]) -> Call[C]:
+    return replace(call, journal=tuple(part for part in call.journal if part not in parts))
 
 
 def _begin(request: RowsCall[C, S], replica: Replica) -> Pending[tuple[tuple[str, ...], ...]]:

@@ -244,6 +244,9 @@ def shared(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[lis
         _check_journal(driver, stage, job.iteration)
     began = time.perf_counter()
     with GenerationRunner[C, S](driver, job.iteration, stage.name) as generation:
+        if driver.store.log.worker is not None:  # a new driver may not have discarded them yet
+            outdated = [journal for journal, _ in _outdated(driver, stage, job.iteration)]
+            generation.outdated = frozenset(part for journal in outdated for part in journal.parts)
         looked = -float("inf")
         while len(done) < job.total:
             job.check()
@@ -290,10 +293,16 @@ def _commit_if_first(driver: Driver, shard: ShardCommit) -> None:
 
 def _check_journal(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:
     """Discards journals that were generated under another config, with other data or by other code."""
-    for journal in driver.store.journals(iteration, stage.name):
-        if journal.parts and (changes := changes_since_term(driver, stage, journal.term)):
-            note(f"{stage.name} of iteration {iteration} starts without its journal: {'; '.join(changes)}")
-            driver.store.replace_journal(journal.model_copy(update={"term": driver.term, "parts": ()}))
+    for journal, changes in _outdated(driver, stage, iteration):
+        note(f"{stage.name} of iteration {iteration} starts without its journal: {'; '.join(changes)}")
+        driver.store.replace_journal(journal.model_copy(update={"term": driver.term, "parts": ()}))
+
+
+def _outdated(driver: Driver, stage: RowsStage[C, S], iteration: int) -> list[tuple[Journal, list[str]]]:
+    """Lists the journals that were generated under another config, with other data or by other code, and the changes
+    since then."""
+    journals = [journal for journal in driver.store.journals(iteration, stage.name) if journal.parts]
+    return [(journal, changes) for journal in journals if (changes := changes_since_term(driver, stage, journal.term))]
 
 
 def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:

@@ -67,6 +67,32 @@ def test_a_worker_waits_for_a_driver_without_asking_the_store_at_every_moment() 
     assert asked < 100 / rollout_worker.LOOK_S + 200, "one at each look, and those of beats"
 
 
+@pytest.mark.parametrize(("temperature", "kept"), [(1.0, True), (0.5, False)])
+def test_a_worker_continues_from_no_journal_of_another_config(temperature: float, kept: bool) -> None:
+    """A new driver discards such a journal, but perhaps later than a worker reads it."""
+    work = Work(replicas=1, prompts=16, n=2, journal_s=5.0)
+    fleet = Fleet(work, workers=0)
+    with fleet.alone() as driver:
+        with GenerationRunner(driver, 0, GENERATES.name) as generation:
+            job = ShardJob(driver, GENERATES, 0, {}, 0, shards_of(driver), StageHandle(GENERATES.name))
+            generation.open([job.request(0)])
+            fleet.time.sleep(6.0)
+            generation.journal()
+            generation.drop([job.request(0).key])
+        second = RunStore(ObjectStore("memory", fleet.cluster.bucket, clock=fleet.time))
+        first = second.log.read().claim
+        assert first is not None
+        config = driver.config.with_values({"rollout.temperature": temperature})
+        second.log.claim(first.model_copy(update={"config": config.model_dump(mode="json")}))
+        machine, group = Machine(fleet.cluster, config), Group()
+        fleet.time.start(machine.run, "driver", group)
+        fleet.time.sleep(300.0)
+        fleet.time.kill(group)
+        fleet.time.sleep(1.0)
+        assert len(second.log.read().shards[GENERATES.name]) == 1
+    assert (machine.kept > 0) == kept
+
+
 class Meanwhile(Memory):
     """A store in which something happens just before the run is listed for the third time: `vacuum` has claimed it."""
 
