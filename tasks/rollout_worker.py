@@ -58,11 +58,11 @@ def _opened(store: RunStore, claim: Claim) -> Driver:
     stored = stored_config(claim.config, f"{store.url}, newest claim").with_values(
         {"run.store": folder, "run.name": name}
     )
+    consent.require(stored)
     if not stored.rollout.workers:
         raise UserError(
             f"run {name} takes no rollout workers: resume it with rollout.workers=true, and start this one again"
         )
-    consent.require(stored)
     # this process holds the rollout alone, which is checked by the digests of the files that it loads
     config = with_iterations(stored.with_values({"pools": {}, "placement": "colocated", "rollout.canary": "off"}))
     worker = Driver(config, store, roles=("rollout",))
