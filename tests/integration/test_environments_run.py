@@ -196,6 +196,7 @@ def test_turns_are_valued_by_playing_on_from_them(environment: str, start: Any, 
         for start_of, end, advantage in zip([0, *row.turn_ends[:-1]], row.turn_ends, expected, strict=True):
             is_policy = row.response_mask[start_of:end] == 1
             assert row.advantages[start_of:end][is_policy] == pytest.approx(advantage, abs=1e-4)
+        check_continuations(row)
     assert len({tuple(first) for first, _ in halves}) > len(halves) / 2, "states differ"
     # means of independent halves differ by their standard error: about 95 % are within two
     within = [
@@ -208,6 +209,24 @@ def test_turns_are_valued_by_playing_on_from_them(environment: str, start: Any, 
         assert len([name for name in played_on if "-t01-c" in name]) == 12 * len(frame)
     metrics = history.run.metrics()
     assert metrics["turn_values/continuations"].tolist() == [12 * len(halves)]
+
+
+def check_continuations(row: Any) -> None:
+    """Asserts that what followed each turn in its continuations is stored, and explains what they earned."""
+    assert [each["turn"] for each in row.continuations] == sorted(12 * list(range(1, len(row.turn_ends))))
+    for each in row.continuations:
+        ids, mask, turn = each["response_ids"], each["response_mask"], each["turn"]
+        assert len(ids) == len(mask) <= 48 - row.turn_starts[turn]
+        assert mask[0] == 1, "it begins with the policy, after the turns that it continues"
+        assert each["earned"] in row.continuation_returns[turn].tolist()
+        assert each["error"] is None
+        if each["finish_reason"] == "stop":
+            # four turns in all, of which the environment pays all letters at the end, and says their number in between
+            written = "".join(c for c in each["response"] if not (c.isdigit() or c == " "))
+            before = [turn["content"] for turn in row.turns[: 2 * turn : 2]]
+            assert each["earned"] >= sum(map(len, before)) + len(written)
+        else:
+            assert each["finish_reason"] == "length" and each["earned"] == 0
 
 
 @pytest.mark.parametrize("environment", ["Tally", "Savings"])
@@ -258,7 +277,7 @@ def test_a_fork_continues_a_stored_trajectory_from_a_turn(environment: str, star
     }
     again = fork("--trajectory", row.trajectory_id, "--turn", 2)
     assert again.wait() == 2 and "a run exists at" in again.text
-    killed = processes.cli("resume", "from-turn", "--store", store, faults=[KILL_IN_FORK[environment]])
+    killed = processes.cli("resume", "from-turn", "--store", store, faults=(KILL_IN_FORK[environment],))
     assert killed.wait() == -signal.SIGKILL, killed.text
     child = processes.cli("resume", "from-turn", "--store", store)
     assert child.wait() == 0, child.text
