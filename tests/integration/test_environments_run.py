@@ -209,6 +209,9 @@ def test_turns_are_valued_by_playing_on_from_them(environment: str, start: Any, 
         assert len([name for name in played_on if "-t01-c" in name]) == 12 * len(frame)
     metrics = history.run.metrics()
     assert metrics["turn_values/continuations"].tolist() == [12 * len(halves)]
+    asked = "select trajectory_id, unnest(continuations, recursive := true) from trajectories"
+    told = history.run.query(asked)
+    assert len(told) == 12 * len(halves) and {"turn", "earned", "response", "response_ids"} <= {*told.columns}
 
 
 def check_continuations(row: Any) -> None:
