@@ -133,6 +133,7 @@ def test_no_step_whose_answer_is_stored_is_made_again(processes: Processes, work
     assert 0 in lost and max(lost) > 0, "kills came on both sides of an answer"
     resumed, last = train("killed")
     resumed.check_sound()
+    assert not [*resumed.folder.rglob("calls/**/*.parquet")], "turns are in the committed rows"
     assert resumed.state.weights == whole.state.weights
     columns = ["response_ids", "turns", "turn_rewards", "turn_states", "finish_reason", "score"]
     mine, theirs = (history.run.trajectories(columns=columns) for history in (resumed, whole))
