@@ -57,7 +57,6 @@ def beat(store: Path, name: str, host: str) -> None:
     objects.put(heartbeat.KEY, stored.model_dump_json().encode())
 
 
-@pytest.mark.promise
 def test_runs_are_listed(store: Path) -> None:
     (store / "no-run").mkdir()
     (store / "file.txt").write_text("no run either")
