@@ -55,12 +55,11 @@ def branch_run(run: Run, branch: Branch, values: Mapping[str, Any], overrides: I
     # the rollout may have written it ahead of the open iteration
     own = min(iteration_of(branch.trajectory_id), run.state.iteration)
     iteration = own if branch.iteration is None else branch.iteration
-    settings = {**_settings(run.config, iteration, branch.samples), **values}
-    named = run.config.with_values(settings, overrides)
+    named = run.config.with_values({**_settings(run.config, iteration, branch.samples), **values}, overrides)
     child = ObjectStore(run_url(named.run.store, named.run.name))
     if RunLog(child).read().slot >= 0:
         raise UserError(f"a run exists at {child.url} already: choose another name (--run)")
-    config = run.config.with_values({**settings, "data.train": [_path_of(child)]}, overrides)
+    config = named.with_values({"data.train": [_path_of(child)]})
     consent.require(run.config, config)
     _check_state(config, branch, row["continues"]["states"])
     child.put(PROMPTS, f"{json.dumps(row, ensure_ascii=False)}\n".encode())
