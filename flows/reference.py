@@ -495,7 +495,8 @@ def _shape(column: Column) -> str:
         "[policy turns]",
     )
     of_teacher = dict.fromkeys(("teacher_topk_ids", "teacher_topk_log_probs"), "[T k]")
-    return {"prompt_ids": "[P]", "turns": "[turns]", **of_policy, **of_teacher}.get(column.name, "[T]")
+    others = {"prompt_ids": "[P]", "turns": "[turns]", "continuations": "[continuations]"}
+    return {**others, **of_policy, **of_teacher}.get(column.name, "[T]")
 
 
 def main() -> None:

@@ -131,6 +131,10 @@ def _code_of(config: RunConfig) -> list[Code]:
         found += [_by_name("rollout.tools", str(name), {}) for name in environment.options.get("functions", ())]
         commands = [str(where) for where in environment.options.get("mcp", ())]
         found += [_of_command(command) for command in commands if not command.startswith(("http://", "https://"))]
+    elif environment is not None and environment.name == "gymnasium":
+        # possibly module:ID; other environments are installed
+        played = str(environment.options.get("environment", ""))
+        found.append(_by_name("rollout.environment", played, environment.options, is_file=False))
     elif environment is not None:
         found.append(_by_name("rollout.environment", environment.name, environment.options))
     if agent is not None:
@@ -139,7 +143,7 @@ def _code_of(config: RunConfig) -> list[Code]:
                 "rollout.agent",
                 _of_package(agent.name, agent.options),
                 agent.options,
-                is_file=agent.name not in ("verifiers", "gymnasium", "openenv"),
+                is_file=agent.name not in ("verifiers", "openenv"),
             )
         )
     algorithms = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
@@ -164,8 +168,6 @@ def _of_package(name: str, options: Mapping[str, object]) -> str:
     environment = str(options.get("environment", ""))
     if name == "verifiers":
         return f"{environment.rsplit('/', 1)[-1].split('@', 1)[0].replace('-', '_').lower()}:taskset"
-    if name == "gymnasium":
-        return environment  # possibly as module:ID; other environments are installed
     # openenv has a URL, whose code runs elsewhere
     return name
 

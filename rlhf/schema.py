@@ -23,6 +23,20 @@ PARTS = pa.list_(pa.struct({"name": pa.string(), "value": pa.float32()}))
 """Type of a column of named parts of a reward. A map would be unreadable for `datasets`; see decision 045."""
 SECONDS = pa.list_(pa.struct({"model": pa.float64(), "tool": pa.float64(), "waiting": pa.float64()}))
 """Type of a column of the seconds of turns."""
+CONTINUATIONS = pa.list_(
+    pa.struct(
+        {
+            "turn": pa.int16(),
+            "earned": pa.float32(),
+            "finish_reason": pa.string(),
+            "error": pa.string(),
+            "response": pa.string(),
+            "response_ids": _TOKENS,
+            "response_mask": pa.list_(pa.int8()),
+        }
+    )
+)
+"""Type of a column of trajectories that play on from turns of others."""
 
 
 def parts_of(cell: Sequence[Mapping[str, object]] | None) -> dict[str, float]:
@@ -345,6 +359,13 @@ TRAJECTORY = TrajectorySchema(
             "turn_values",
             "what each continuation of the state in which a turn begins earned from there on; those of the first turn "
             "are the scores of the prompt's other trajectories",
+        ),
+        Column(
+            "continuations",
+            CONTINUATIONS,
+            "turn_values",
+            "the trajectories that were played on: after how many turns of the policy, what they earned from there on "
+            "(null if they failed), and what followed, as text and tokens",
         ),
         Column("old_log_probs", _FLOATS, "old_log_probs", "log-probs [T] from the actor before the update", "nat"),
         Column("entropy", _FLOATS, "old_log_probs", "entropy [T] of the actor's distribution", "nat"),

@@ -107,8 +107,8 @@ def run_rows(
     store.delete_journals(journals)
     if is_shared:  # what rollout workers wrote too late, or died before they committed it
         store.objects.delete(store.uncommitted(iteration, stage.name))
-    # the committed rows replace the recorded answers
-    if stage.begin is not None and driver.config.rollout.agent is not None:
+    # the committed rows replace the recorded answers and turns
+    if stage.begin is not None and driver.config.rollout.partner is not None:
         store.delete_calls(iteration, stage.name)
     # what dynamic sampling drew and does not need
     store.objects.delete([*beyond, *(shard.data.key for number, shard in done.items() if number >= len(counted))])
@@ -309,18 +309,24 @@ def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None
     """Commits what earlier drivers stored of agents and durable environments: agents get the same answers again, and
     environments answer no turn again.
 
-    What was stored under another config, with other data or by other code is discarded.
+    What was stored under another config, with other data or by other code is discarded, and so is what a driver stored
+    after a later one had begun.
     """
-    if driver.config.rollout.agent is None and driver.config.rollout.environment is None:
+    if driver.config.rollout.partner is None:
         return
     store = driver.store
     journal = next((own for own in store.journals(iteration, stage.name) if own.worker is None), None)
     parts = [] if journal is None else list(journal.parts)
     discarded: list[str] = []
-    for term, keys in store.calls(iteration, stage.name).items():
-        if term > driver.term:  # of a driver that has taken the run over: this one is about to notice
-            continue
-        if term != driver.term and (changes := changes_since_term(driver, stage, term)):
+    # files of drivers that have taken the run over are left alone: this one is about to notice
+    by_term = {term: keys for term, keys in store.calls(iteration, stage.name).items() if term <= driver.term}
+    newest = max([*by_term, *([] if journal is None else [journal.term])], default=0)
+    for term, keys in by_term.items():
+        if term < newest:
+            # of a driver that woke after a later one had adopted what there was: the later one has not read these, and
+            # a turn that it played on would begin again
+            discarded += keys
+        elif term != driver.term and (changes := changes_since_term(driver, stage, term)):
             note(f"{stage.name} of iteration {iteration} starts without earlier answers: {'; '.join(changes)}")
             discarded += keys
         else:

@@ -86,6 +86,20 @@ class Savings(Ledger):
         return Observation(observation.content, float(self.balance) if observation.content is None else 0.0)
 
 
+class Shaky(Savings):
+    """Fails once, in the second turn, and never again."""
+
+    def step(self, turn: str, key: str) -> Observation:
+        observation = super().step(turn, key)
+        if self.answered == 2 and not (self.folder / "failed").exists():
+            (self.folder / "failed").touch()
+            raise RuntimeError("not today")
+        return observation
+
+    def is_repeatable(self, turn: str) -> bool:
+        return True
+
+
 ADD_LINE = "cat >> lines; echo >> lines; touch -d @0 lines .; wc -l < lines"
 """Without times, snapshots of the same files are the same."""
 

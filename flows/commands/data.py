@@ -155,6 +155,25 @@ def verifiers(
     _write(output, tasksets.prompts(name, overridden({}, options or (), BaseModel), size))
 
 
+@data.command()
+def gymnasium(
+    name: Annotated[str, typer.Argument(metavar="ID", help="the environment, or module:ID")],
+    output: File,
+    options: Settings = None,
+    size: Annotated[int, typer.Option(help="number of episodes, each of its own seed", min=1)] = 1000,
+    seed: Annotated[int, typer.Option(help="seed of the first episode", min=0)] = 0,
+    instruction: Annotated[
+        str | None,
+        typer.Option(help="what the policy reads before the first observation; by default what an answer is"),
+    ] = None,
+) -> None:
+    """Episodes of a Gymnasium environment, for `rollout.environment: gymnasium:ID` with the same options."""
+    from ratchet.rlhf.environments import gymnasium as episodes
+
+    seeds = range(seed, seed + size)
+    _write(output, episodes.prompts(name, overridden({}, options or (), BaseModel), seeds, instruction))
+
+
 @data.command("reasoning-gym")
 def reasoning_gym(
     dataset: Annotated[str, typer.Argument(metavar="DATASET", help="name of a dataset")],

@@ -48,28 +48,63 @@ class Pruner(StrEnum):
 
 def fork(
     name: Name,
+    run: Annotated[str, typer.Option(help="the new run's name")],
     at: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="K[:STAGE]",
-            help="where the fork begins: an iteration, and the first of its stages that is not shared",
+            help="where the fork begins: an iteration, and the first of its stages that is not shared; with "
+            "--trajectory by default that of the trajectory",
         ),
-    ],
-    run: Annotated[str, typer.Option(help="the new run's name")],
+    ] = None,
+    trajectory: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="continue this trajectory of RUN in the fork's first iteration, its only one"),
+    ] = None,
+    turn: Annotated[
+        int | None, typer.Option(help="with --trajectory: turns of the policy that are kept", min=1)
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="with --trajectory: continuations; by default rollout.n of RUN", min=1)
+    ] = None,
     overrides: Overrides = None,
     store: Store = DEFAULT_STORE,
     to_store: Annotated[str | None, typer.Option(help="store of the new run; by default that of RUN")] = None,
     trust_code: TrustCode = False,
 ) -> None:
-    """Create a run that shares the commits of another run up to a point, without copies, and has its own config."""
-    from ratchet.infra.runs.run import open_run
-    from ratchet.tasks.analysis.plan import fork_run
+    """Create a run that shares the commits of another run up to a point, without copies, and has its own config.
 
+    With --trajectory and --turn the point is within a trajectory: the new run's first iteration continues it after that
+    turn, with the policy that wrote it, and the new run ends. train.iterations=N goes on.
+    """
+    from ratchet.infra.runs.run import open_run
+
+    place = _place(at) if at is not None else None
+    if trajectory is None and (turn is not None or samples is not None):
+        raise UserError("--turn and --samples are about the trajectory that is continued: name it with --trajectory")
+    if trajectory is not None and (turn is None or (place is not None and place[1] is not None)):
+        raise UserError(
+            f"--trajectory {trajectory} needs --turn, the number of its turns to keep"
+            if turn is None
+            else f"--at {at}: a trajectory is continued by a whole iteration: name no stage"
+        )
     parent = open_run(url_of(name, store))
     target_store = to_store or parent.store.url.rpartition("/")[0]
-    config = parent.config.with_values({"run.name": run, "run.store": target_store}, overrides or [])
-    fork_run(parent, config, *_place(at))
+    values = {"run.name": run, "run.store": target_store}
     elsewhere = "" if target_store == DEFAULT_STORE else f" --store {target_store}"
+    if trajectory is not None and turn is not None:
+        from ratchet.tasks.analysis.branch import Branch, branch_run
+
+        branch = Branch(trajectory, turn, samples, None if place is None else place[0])
+        config = branch_run(parent, branch, values, overrides or [])
+        said = f"{run} continues {trajectory} after turn {turn}, {counted(config.rollout.n, 'time')}"
+        console.print(f"{said}; `ratchet resume {run}{elsewhere}` draws them", markup=False)
+        return
+    if place is None:
+        raise UserError("name where the fork begins: --at K, --at K:STAGE, or --trajectory ID --turn K")
+    from ratchet.tasks.analysis.plan import fork_run
+
+    fork_run(parent, parent.config.with_values(values, overrides or []), *place)
     console.print(f"{run} shares {name} up to {at}; `ratchet resume {run}{elsewhere}` continues it")
 
 

@@ -44,6 +44,8 @@ def turn_prefixes(run: Run, trajectory_id: str, turn: int | None) -> list[dict[s
     row = _row(run, trajectory_id)
     if run.config.rollout.environment is None or row["turn_ends"] is None:
         raise UserError(f"{run.store.url} has no rollout.environment: only turns with an environment can be continued")
+    if row["response_ids"] is None:
+        raise UserError(f"{trajectory_id} is stored without its tokens (response_ids), which are what is continued")
     most = len(row["turn_ends"]) - 1
     if turn is not None and not 1 <= turn <= most:
         raise UserError(
@@ -54,11 +56,17 @@ def turn_prefixes(run: Run, trajectory_id: str, turn: int | None) -> list[dict[s
     return list(_rows(run, row, range(1, most + 1) if turn is None else [turn]))
 
 
+def iteration_of(trajectory_id: str) -> int:
+    """Returns the iteration that the id of a trajectory names; -1 if it names none."""
+    number = trajectory_id[2:8]
+    return int(number) if trajectory_id.startswith("it") and number.isdecimal() else -1
+
+
 def _row(run: Run, trajectory_id: str) -> Mapping[str, Any]:
     """Reads a trajectory, of the iteration that its id names."""
-    number = trajectory_id[2:8]
-    if number.isdecimal() and int(number) <= max([run.state.iteration, *run.state.ahead]):
-        for shard in run.store.shards_of(run.store.iteration_state(int(number)), "generate"):
+    number = iteration_of(trajectory_id)
+    if 0 <= number <= max([run.state.iteration, *run.state.ahead]):
+        for shard in run.store.shards_of(run.store.iteration_state(number), "generate"):
             rows = run.store.read_shard(shard, COLUMNS)
             found = rows.filter(pc.equal(rows["trajectory_id"], trajectory_id)).to_pylist()
             if found:

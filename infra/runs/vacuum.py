@@ -21,9 +21,9 @@ from ratchet.infra.store.records import (
     StageCommit,
     named_here,
 )
-from ratchet.infra.store.run_store import REPORT, SERVED, RunStore, is_call_file, is_written, term_of
+from ratchet.infra.store.run_store import PROMPTS, REPORT, SERVED, RunStore, is_call_file, is_written, term_of
 
-KEPT = ("run.json", "log/", "forks/", ANSWERS, SERVED, REPORT)
+KEPT = ("run.json", "log/", "forks/", ANSWERS, SERVED, PROMPTS, REPORT)
 
 
 def vacuum(store: RunStore, take_over: bool = False) -> list[str]:

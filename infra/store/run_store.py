@@ -58,6 +58,8 @@ VALIDATE = "validate"
 UPDATE_ACTOR = "update_actor"
 SERVED = "served/"
 """Folder of the answers of `ratchet serve`. They are not part of the run's history and need no record."""
+PROMPTS = "prompts.jsonl"
+"""The dataset of a run that continues a stored trajectory; the run's config names it."""
 REPORT = "report.html"
 """An HTML page that users may write into the run's folder; not part of the run."""
 

@@ -98,6 +98,18 @@ class CallLog:
         await self._rows.add(asdict(answer))
 
 
+class NoLog:
+    """Stands for a log where nobody would continue from one: it only names the keys that environments and programs
+    get."""
+
+    def __init__(self, scope: str) -> None:
+        """Takes what `Recorder.scope` returns."""
+        self.scope = scope
+
+    async def record(self, _: Recorded | Dialogue) -> None:
+        """Stores nothing."""
+
+
 class TurnLog:
     """A log of the turns of durable environments."""
 

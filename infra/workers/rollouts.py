@@ -84,11 +84,11 @@ class Rollouts:
     def __init__(
         self,
         build: Callable[[RolloutEngine], Generator],
-        log: Callable[[str, int], Recorder],
-        turn_log: Callable[[str, int], TurnRecorder],
+        log: Callable[[str, int, bool], Recorder],
+        turn_log: Callable[[str, int, bool], TurnRecorder],
     ) -> None:
         """Takes three factories: of an engine's generator, and of the recorders of agents' answers and of durable
-        environments' turns in a stage of an iteration."""
+        environments' turns in a stage of an iteration, which may store nothing."""
         self._build, self._log, self._turn_log = build, log, turn_log
         self._generator: Generator | None = None
         self._shards: dict[ShardKey, OpenShard] = {}
@@ -114,11 +114,11 @@ class Rollouts:
             by_id = {dialogue.request.trajectory_id: dialogue for dialogue in start.dialogues}
             environments = start.rules.environments
             if start.rules.agents is not None:
-                recorder = self._log(request.call.stage, request.call.iteration) if records else None
+                recorder = self._log(request.call.stage, request.call.iteration, records)
                 rules = replace(start.rules, recorder=recorder, recorded=journal.recorded)
                 start = replace(start, rules=rules)
             elif environments is not None and environments.durable:
-                turns = self._turn_log(request.call.stage, request.call.iteration) if records else None
+                turns = self._turn_log(request.call.stage, request.call.iteration, records)
                 start = replace(start, rules=replace(start.rules, turns=turns))
                 for name in by_id.keys() & journal.turns.keys():
                     by_id[name].restore(journal.turns[name])

@@ -13,17 +13,18 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
 
 from ratchet.infra.store.judge_answers import JudgeAnswers
-from ratchet.infra.store.log import Fenced
+from ratchet.infra.store.log import Corrupt, Fenced
 from ratchet.infra.store.records import ObjectRef, ShardRef, Weights
 from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.batching import Together
 from ratchet.infra.workers.call_inputs import CallInputs
-from ratchet.infra.workers.call_log import JOURNAL, CallLog, TurnLog
+from ratchet.infra.workers.call_log import JOURNAL, CallLog, NoLog, TurnLog
 from ratchet.infra.workers.calls import (
     C,
     Call,
@@ -176,11 +177,16 @@ class Worker:
         context = self._context(call, self._inputs.batch(call))
         return self.rollouts.begin(request, context, self._inputs.journaled(call), records=records)
 
-    def _call_log(self, stage: str, iteration: int) -> CallLog:
-        return CallLog(partial(self.store.write_calls, iteration, stage, self.term), f"{self._run_uuid}/{stage}")
+    def _call_log(self, stage: str, iteration: int, records: bool) -> CallLog | NoLog:
+        scope = f"{self._run_uuid}/{stage}"
+        if not records:
+            return NoLog(scope)
+        return CallLog(partial(self.store.write_calls, iteration, stage, self.term), scope)
 
-    def _turn_log(self, stage: str, iteration: int) -> TurnLog:
-        term = self.term
+    def _turn_log(self, stage: str, iteration: int, records: bool) -> TurnLog | NoLog:
+        scope, term = f"{self._run_uuid}/{stage}", self.term
+        if not records:
+            return NoLog(scope)
 
         def write(table: pa.Table) -> None:
             self.store.write_calls(iteration, stage, term, table)
@@ -190,11 +196,17 @@ class Worker:
             if newest > term:
                 raise Fenced(f"another driver (term {newest}) has taken the run over from this one (term {term})")
 
-        return TurnLog(write, f"{self._run_uuid}/{stage}")
+        return TurnLog(write, scope)
 
     @cached_property
     def _run_uuid(self) -> str:
-        return self.store.log.record(0).uuid
+        """Names the run as no other; outside of a run, such as in an evaluation, this worker."""
+        try:
+            return self.store.log.record(0).uuid
+        except Corrupt:
+            if self.store.objects.list("log/"):
+                raise
+            return uuid4().hex
 
     def journal(self, iteration: int, stage: str, number: int) -> ShardRef | None:
         """Writes the trajectories that a stage's open shards have so far; returns None without any.

@@ -12,7 +12,7 @@ from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.named import load_named, source_of
 
 KEY = "rollout.agent"
-BUILT_IN = ("verifiers", "gymnasium", "openenv")
+BUILT_IN = ("verifiers", "openenv")
 """Programs that run environments of other packages."""
 ARGUMENTS = ("task", "base_url", "api_key", "model")
 """Keyword arguments of a program, in addition to `rollout.agent.options`."""

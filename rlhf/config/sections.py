@@ -270,8 +270,10 @@ class DataConfig(PromptConfig, DrawingConfig):
         return self
 
 
-PACKAGES = ("verifiers", "gymnasium", "openenv")
+PACKAGES = ("verifiers", "openenv")
 """Packages whose environments are run by a built-in program, as agents."""
+GYMNASIUM = "gymnasium"
+"""The environment that plays those of the package gymnasium."""
 TOOLS = "tools"
 """The environment that calls `rollout.tools` and `rollout.mcp`."""
 
@@ -317,8 +319,8 @@ class EnvironmentConfig(PartnerConfig):
     key: ClassVar[str] = "rollout.environment"
     noun: ClassVar[str] = "the environment"
     name: str = Field(
-        description="a built-in (calculator, harbor), package.module:Class or file.py:Class; verifiers:NAME, "
-        "gymnasium:ID and openenv:URL run environments of these packages as rollout.agent"
+        description="a built-in (calculator, harbor), gymnasium:ID, package.module:Class or file.py:Class; "
+        "verifiers:NAME and openenv:URL run environments of these packages as rollout.agent"
     )
     options: dict[str, Any] = Field({}, description="keyword arguments of the class")
     max_turns: int = Field(8, gt=0, description="largest number of policy turns in a trajectory")
@@ -340,8 +342,8 @@ class AgentConfig(PartnerConfig):
     key: ClassVar[str] = "rollout.agent"
     noun: ClassVar[str] = "the agent"
     name: str = Field(
-        description="package.module:function or file.py:function, run(task, base_url, api_key, model); verifiers, "
-        "gymnasium and openenv run environments of these packages"
+        description="package.module:function or file.py:function, run(task, base_url, api_key, model); verifiers "
+        "and openenv run environments of these packages"
     )
     options: dict[str, Any] = Field({}, description="more keyword arguments of the function")
     host: str = Field("127.0.0.1", min_length=1, description="address on which the endpoint listens")
@@ -454,13 +456,17 @@ class RolloutConfig(SamplingConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _environments_of_other_packages_are_agents(cls, tree: Any) -> Any:
-        """Runs ``verifiers:NAME``, ``gymnasium:ID`` or ``openenv:URL`` by the built-in program of the package."""
+    def _environments_of_other_packages(cls, tree: Any) -> Any:
+        """Runs ``verifiers:NAME`` or ``openenv:URL`` by the built-in program of the package, and ``gymnasium:ID`` by
+        the built-in environment."""
         environment = tree.get("environment") if isinstance(tree, Mapping) else None
         section = {"name": environment} if isinstance(environment, str) else environment
         if not isinstance(section, Mapping) or not isinstance(name := section.get("name"), str):
             return tree
         package, colon, chosen = name.partition(":")
+        if colon and package == GYMNASIUM:
+            made = {"environment": chosen, "arguments": section.get("options") or {}}
+            return {**tree, "environment": {**section, "name": package, "options": made}}
         if not colon or package not in PACKAGES or tree.get("agent"):
             return tree
         agent = {key: value for key, value in section.items() if key not in ("name", "options", "max_turns")}

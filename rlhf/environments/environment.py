@@ -12,7 +12,7 @@ from ratchet.rlhf.data.formats import Messages
 from ratchet.rlhf.errors import RatchetError, UserError
 from ratchet.rlhf.named import load_named, source_of
 
-BUILT_IN = ("calculator", "harbor", "tools")
+BUILT_IN = ("calculator", "gymnasium", "harbor", "tools")
 KEY = "rollout.environment"
 
 
@@ -158,11 +158,8 @@ def check_environment(
     for method in ("reset", "step", *(("snapshot", "restore", "is_repeatable") if durable else ())):
         if not callable(getattr(environment, method, None)):
             raise UserError(f"{KEY} {name} has no method {method}: it needs {needed}")
-    if played_on_by is not None and not durable and not getattr(make, "replayable", False):
-        raise UserError(
-            f"{KEY} {name} cannot return to the state after a turn, as {played_on_by} needs: set replayable = True on "
-            "the class if the same turns lead to the same state, or give it snapshot() and restore(state)"
-        )
+    if played_on_by is not None:
+        check_returns(make, name, played_on_by)
     if durable and shared:
         raise UserError(
             f"{KEY} {name} keeps its state across crashes, and two processes may play the same trajectory with "
@@ -175,6 +172,24 @@ def check_environment(
         raise UserError(
             f"{KEY} {name} cannot be called as step({', '.join(arguments)}): {error}: it needs {needed}"
         ) from None
+
+
+def check_returns(make: Callable[..., Any], name: str, needed_by: str) -> None:
+    """Checks that an environment can be brought to the state after a stored turn.
+
+    Args:
+        make: the environment's class.
+        name: its name in the config.
+        needed_by: what plays on from stored turns, for the error.
+
+    Raises:
+        UserError: it can neither be restored nor replayed.
+    """
+    if not hasattr(make, "restore") and not getattr(make, "replayable", False):
+        raise UserError(
+            f"{KEY} {name} cannot return to the state after a turn, as {needed_by} needs: set replayable = True on "
+            "the class if the same turns lead to the same state, or give it snapshot() and restore(state)"
+        )
 
 
 def environment_digest(name: str, options: Mapping[str, Any]) -> str:

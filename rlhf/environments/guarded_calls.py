@@ -29,9 +29,10 @@ from ratchet.rlhf.environments.environment import (
     Environment,
     EnvironmentFailed,
     Observation,
+    check_returns,
     load_environment,
 )
-from ratchet.rlhf.errors import raised
+from ratchet.rlhf.errors import UserError, counted, raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,24 +65,24 @@ class EnvironmentCalls:
             on_error: what happens to a trajectory whose environment fails; see `Generator`.
         """
         self.on_error = on_error
-        self._make, self._options, self._timeout_s = make, options, timeout_s
+        self.make, self._options, self._timeout_s = make, options, timeout_s
         self._slots = asyncio.Semaphore(concurrency)
         self._environments: dict[int, Environment | DurableEnvironment] = {}
 
     @property
     def replayable(self) -> bool:
         """True if a new environment reaches the same state when it is given the same turns."""
-        return bool(getattr(self._make, "replayable", False))
+        return bool(getattr(self.make, "replayable", False))
 
     @property
     def durable(self) -> bool:
         """True if the environments have the interface `DurableEnvironment`."""
-        return hasattr(self._make, "restore")
+        return hasattr(self.make, "restore")
 
     @property
     def rewards_ends(self) -> bool:
         """True if the environments have the interface `Ending`."""
-        return hasattr(self._make, "ended")
+        return hasattr(self.make, "ended")
 
     async def of(self, dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> Environment | DurableEnvironment:
         """Returns the environment of a trajectory, in the state after its answered turns. Raises EnvironmentFailed."""
@@ -93,7 +94,7 @@ class EnvironmentCalls:
 
         if dialogue.states:
             where = f"{trajectory_id}, at restore"
-            restored: DurableEnvironment = await self._call(partial(self._make, **self._options), where)
+            restored: DurableEnvironment = await self._call(partial(self.make, **self._options), where)
             self._environments[id(dialogue)] = restored  # before it may fail, so that it will be closed
             await self._call(partial(restored.restore, dialogue.states[-1]), where)
             return restored
@@ -108,7 +109,7 @@ class EnvironmentCalls:
 
     async def begin(self, beginning: Beginning, where: str) -> Environment | DurableEnvironment:
         """Creates an environment and resets it for a prompt; `where` names the place of an error."""
-        environment: Environment | DurableEnvironment = await self._call(partial(self._make, **self._options), where)
+        environment: Environment | DurableEnvironment = await self._call(partial(self.make, **self._options), where)
         reset = partial(environment.reset, beginning.messages, *structures(*beginning[1:4]))
         try:
             await self._call(reset, where)
@@ -225,6 +226,27 @@ def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt], s
 
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
         return [failure for failure in thread.submit(asyncio.run, failures_of_all()).result() if failure is not None]
+
+
+def check_continues(prompt: Prompt, name: str, make: Callable[..., Any]) -> None:
+    """Checks that an environment can be brought to the state after the stored turns that a prompt continues.
+
+    Args:
+        name: `rollout.environment.name`.
+        make: the environment's class.
+
+    Raises:
+        UserError: it can neither be restored nor replayed, or its states after these turns are not stored.
+    """
+    assert prompt.continues is not None
+    check_returns(make, name, f"{prompt.where}, which continues stored turns,")
+    prefix = json.loads(prompt.continues)
+    turns = len(prefix["turn_ends"])
+    if hasattr(make, "restore") and len(prefix["states"]) != turns:
+        raise UserError(
+            f"{prompt.where}: continues after {counted(turns, 'turn')}, but the states of {KEY} {name} after them are "
+            "not stored, so it cannot be restored: continue a trajectory that has turn_states"
+        )
 
 
 def _about_json(prompt: Prompt) -> str:

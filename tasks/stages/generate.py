@@ -32,6 +32,7 @@ from ratchet.rlhf.data.prompts import Prompt, PromptDataset, encode
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import CONTINUED, Beginning, Dialogue
 from ratchet.rlhf.environments.environment import EnvironmentFailed
+from ratchet.rlhf.environments.guarded_calls import check_continues
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.schema import TRAJECTORY
@@ -294,8 +295,10 @@ def _continued(context: Context[C], prompts: Prompts, prompt: Prompt) -> dict[st
     assert prompt.continues is not None
     prefix, assigned = json.loads(prompt.continues), context.call.weights
     count, kept = len(prefix["ids"]), len(prefix["turn_ends"])
-    if prompts.environment is None:
+    environment = prompts.environment
+    if environment is None:
         raise UserError(f"{prompt.where}: continues a trajectory with an environment: set rollout.environment")
+    check_continues(prompt, environment.name, context.resources.environments(environment).make)
     if kept >= prompts.max_turns:
         raise UserError(
             f"{prompt.where}: continues after {kept} turns, and rollout.environment.max_turns is {prompts.max_turns}: "

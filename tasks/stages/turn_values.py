@@ -8,7 +8,7 @@ anyway.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.generate import PROMPT_COLUMNS, check_errors, environment_rules, turn_columns
 from ratchet.tasks.stages.reward_model import is_complete
 from ratchet.tasks.stages.score import counting, scores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class TurnValuesConfig(StageConfig):
@@ -88,13 +91,18 @@ def turn_values(context: Context[TurnValuesConfig]) -> ShardOutput[TurnValuesSum
     earned = _earned(context, [row for row, _ in states for _ in range(config.continuations)])
     before = [np.cumsum([0.0, *rewards]) for rewards in batch.list("turn_rewards")]
     returns: list[list[list[float]]] = [[of_others] for of_others in _of_others(config, batch)]
+    told: list[list[dict[str, Any]]] = [[] for _ in turns]
     for number, (row, turn) in enumerate(states):
-        of_state = earned[number * config.continuations : (number + 1) * config.continuations]
-        returns[row].append([float(score - before[row][turn]) for score in of_state if score is not None])
+        of_state = slice(number * config.continuations, (number + 1) * config.continuations)
+        from_there = [None if score is None else float(score - before[row][turn]) for score in earned[of_state]]
+        returns[row].append([value for value in from_there if value is not None])
+        for dialogue, value in zip(played[of_state], from_there, strict=True):
+            told[row].append(_told(dialogue, turn, value, context.resources.tokenizer))
     columns = {
         "trajectory_id": batch.array("trajectory_id"),
         "turn_values": [[float(np.mean(values)) if values else None for values in of_turns] for of_turns in returns],
         "continuation_returns": [of_turns[: max(count, 1)] for of_turns, count in zip(returns, turns, strict=True)],
+        "continuations": told,
     }
     summary = TurnValuesSummary(
         continuations=len(played),
@@ -102,6 +110,22 @@ def turn_values(context: Context[TurnValuesConfig]) -> ShardOutput[TurnValuesSum
         errors=sum(score is None for score in earned),
     )
     return ShardOutput(TrajectoryBatch.of(columns), summary)
+
+
+def _told(dialogue: Dialogue, turn: int, earned: float | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """Returns what is stored of a continuation: how it went on after a turn, without what it continued."""
+    assert dialogue.prefix is not None
+    begin = len(dialogue.prefix["ids"])
+    ids = dialogue.ids[begin:]
+    return {
+        "turn": turn,
+        "earned": earned,
+        "finish_reason": dialogue.finish_reason,
+        "error": dialogue.error,
+        "response": response_text(ids, tokenizer),
+        "response_ids": ids,
+        "response_mask": dialogue.mask[begin:],
+    }
 
 
 def _earned(context: Context[TurnValuesConfig], rows: Sequence[int]) -> list[float | None]:
@@ -179,6 +203,7 @@ TURN_VALUES = RowsStage(
         "score": ("score", "reward_error"),
     },
     writes=TRAJECTORY.of("turn_values"),
+    version=2,
     compute=turn_values,
     begin=begin,
     summary=TurnValuesSummary,

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from ratchet.rlhf.config import RunConfig
+from tests.environments import check_books, entries
 from tests.history import History
 from tests.processes import Child, Fault, Processes
 
@@ -109,3 +111,41 @@ def test_a_driver_whose_snapshot_was_retired_by_another_is_fenced(
     first.signal(signal.SIGCONT)
     assert first.wait() == 3, first.text
     check_finished(config, uninterrupted)
+
+
+def test_what_a_stopped_driver_stores_after_a_take_over_is_no_turn(
+    config: RunConfig, config_file: Path, processes: Processes
+) -> None:
+    """The first driver is about to begin a trajectory again, because its environment failed, while the second plays it
+    on. The third one continues what the second has stored."""
+    books = processes.folder / "books"
+    changes = {
+        "data.prompts_per_iteration": 1,
+        "rollout.n": 1,
+        "rollout.max_response_tokens": 200,
+        "rollout.environment": {
+            "name": "tests.environments:Shaky",
+            "options": {"folder": str(books)},
+            "on_error": "retry",
+        },
+        "reward.function": None,
+        "actor.mini_batch_trajectories": 1,
+        "critic.mini_batch_trajectories": 1,
+        "train.iterations": 1,
+    }
+    config_file.write_text(yaml.safe_dump(config.with_values(changes).model_dump(mode="json")))
+    calls = "journals/iteration=000000/calls/generate/"
+    # after a turn, its answer, and a turn without an answer: the first turn of the second attempt
+    asleep = Fault("put", calls, "before", 4, action=signal.SIGSTOP)
+    first = processes.cli("train", config_file, faults=(asleep,))
+    wait_until(lambda: sleeps(first))
+    # after the answer to the second turn, and the third turn
+    second = processes.cli("train", config_file, "--take-over", faults=(Fault("put", calls, "after", 2),))
+    assert second.wait() == -signal.SIGKILL, second.text
+    first.signal(signal.SIGCONT)
+    assert first.wait() == 3, first.text
+    third = processes.cli("train", config_file)
+    assert third.wait() == 0, third.text
+    asked = [entry["key"].split("/")[3:5] for entry in entries(books, "calls")]
+    assert asked == [["0", "0"], ["0", "1"], ["0", "1"], ["0", "2"], ["0", "3"]]
+    check_books(books, drivers=3)

@@ -17,6 +17,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from ratchet.infra.runs.run import open_run
+from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.config import RunConfig, load_config
 from ratchet.rlhf.errors import UserError
 from tests import environments, tiny
@@ -194,6 +196,7 @@ def test_turns_are_valued_by_playing_on_from_them(environment: str, start: Any, 
         for start_of, end, advantage in zip([0, *row.turn_ends[:-1]], row.turn_ends, expected, strict=True):
             is_policy = row.response_mask[start_of:end] == 1
             assert row.advantages[start_of:end][is_policy] == pytest.approx(advantage, abs=1e-4)
+        check_continuations(row)
     assert len({tuple(first) for first, _ in halves}) > len(halves) / 2, "states differ"
     # means of independent halves differ by their standard error: about 95 % are within two
     within = [
@@ -206,32 +209,90 @@ def test_turns_are_valued_by_playing_on_from_them(environment: str, start: Any, 
         assert len([name for name in played_on if "-t01-c" in name]) == 12 * len(frame)
     metrics = history.run.metrics()
     assert metrics["turn_values/continuations"].tolist() == [12 * len(halves)]
+    asked = "select trajectory_id, unnest(continuations, recursive := true) from trajectories"
+    told = history.run.query(asked)
+    assert len(told) == 12 * len(halves) and {"turn", "earned", "response", "response_ids"} <= {*told.columns}
+
+
+def check_continuations(row: Any) -> None:
+    """Asserts that what followed each turn in its continuations is stored, and explains what they earned."""
+    assert [each["turn"] for each in row.continuations] == sorted(12 * list(range(1, len(row.turn_ends))))
+    for each in row.continuations:
+        ids, mask, turn = each["response_ids"], each["response_mask"], each["turn"]
+        assert len(ids) == len(mask) <= 48 - row.turn_starts[turn]
+        assert mask[0] == 1, "it begins with the policy, after the turns that it continues"
+        assert each["earned"] in row.continuation_returns[turn].tolist()
+        assert each["error"] is None
+        if each["finish_reason"] == "stop":
+            # four turns in all, of which the environment pays all letters at the end, and says their number in between
+            written = "".join(c for c in each["response"] if not (c.isdigit() or c == " "))
+            before = [turn["content"] for turn in row.turns[: 2 * turn : 2]]
+            assert each["earned"] >= sum(map(len, before)) + len(written)
+        else:
+            assert each["finish_reason"] == "length" and each["earned"] == 0
 
 
 @pytest.mark.parametrize("environment", ["Tally", "Savings"])
-def test_a_stored_trajectory_is_continued_from_a_turn(environment: str, start: Any, processes: Processes) -> None:
-    """By a fork that draws eight continuations of the same two turns, and learns from nothing before them."""
-    named = {"name": f"tests.environments:{environment}", "options": {"folder": str(processes.folder / "books")}}
-    settings: dict[str, Any] = {"rollout__environment": named, "validation": {}, "train__iterations": 1}
+def test_a_fork_continues_a_stored_trajectory_from_a_turn(environment: str, start: Any, processes: Processes) -> None:
+    """Its first iteration draws six continuations of the same two turns, and learns from nothing before them."""
+    books = processes.folder / "books"
+    named = {"name": f"tests.environments:{environment}", "options": {"folder": str(books)}}
+    settings: dict[str, Any] = {"rollout__environment": named, "validation": {}}
     config, trained = start("saver", **settings)
     assert trained.wait() == 0, trained.text
-    frame = History.of(config).run.trajectories()
-    row = next(row for row in frame.itertuples() if len(row.turn_ends) == 4)
-    store, prompts = config.run.store, processes.folder / "prompts.jsonl"
-    ratchet = partial(processes.cli, "data", "prefixes", "saver", prompts, "--store", store)
-    written = ratchet("--trajectory", row.trajectory_id, "--turn", 2)
-    assert written.wait() == 0, written.text
-    beyond = ratchet("--trajectory", row.trajectory_id, "--turn", 4)
-    assert beyond.wait() == 2 and "has 4 turns of the policy: keep 1 to 3 of them (--turn)" in beyond.text
-    changes = [f"data.train={prompts}", "data.prompts_per_iteration=1", "rollout.n=8", "train.iterations=1"]
-    forked = processes.cli("fork", "saver", "--at", "0", "--run", "from-turn", "--store", store, *changes)
-    assert forked.wait() == 0, forked.text
+    run = History.of(config).run
+    row = next(row for row in run.trajectories(1).itertuples() if len(row.turn_ends) == 4)
+    store = config.run.store
+
+    def fork(*arguments: object, name: str = "from-turn") -> Child:
+        return processes.cli("fork", "saver", "--run", name, "--store", store, *arguments)
+
+    for arguments, says in (
+        (("--trajectory", "it000001-p00000-s99", "--turn", 2), "has no trajectory it000001-p00000-s99"),
+        (("--trajectory", row.trajectory_id, "--turn", 4), "has 4 turns of the policy: keep 1 to 3 of them (--turn)"),
+        (("--trajectory", row.trajectory_id), "needs --turn, the number of its turns to keep"),
+        (("--samples", 2), "name it with --trajectory"),
+        ((), "name where the fork begins: --at K, --at K:STAGE, or --trajectory ID --turn K"),
+        (
+            ("--trajectory", row.trajectory_id, "--turn", 2, "rollout.environment.name=tests.environments:Chatty"),
+            "Chatty cannot return to the state after a turn",
+        ),
+    ):
+        refused = fork(*arguments)
+        assert refused.wait() == 2, refused.text
+        [error] = [line for line in refused.text.splitlines() if line.startswith("error: ")]
+        assert says in error
+    if environment == "Tally":
+        stateless = fork("--trajectory", row.trajectory_id, "--turn", 2, f"rollout.environment.name={LEDGER}")
+        assert stateless.wait() == 2 and "after turn 2 is not stored, so it cannot be restored" in stateless.text
+    assert not (processes.folder / "runs" / "from-turn").exists(), "what is refused leaves nothing"
+
+    assert fork("--trajectory", row.trajectory_id, "--turn", 2, "--samples", 6).wait() == 0
+    forked = open_run(f"{store}/from-turn").config
+    assert changed(run.config, forked) == {
+        "run.name": "from-turn",
+        "data.train": (f"{processes.folder}/runs/from-turn/prompts.jsonl",),
+        "data.prompts_per_iteration": 1,
+        "rollout.n": 6,
+        # their 4 does not divide 6
+        "actor.mini_batch_trajectories": None,
+        "critic.mini_batch_trajectories": None,
+    }
+    again = fork("--trajectory", row.trajectory_id, "--turn", 2)
+    assert again.wait() == 2 and "a run exists at" in again.text
+    killed = processes.cli("resume", "from-turn", "--store", store, faults=(KILL_IN_FORK[environment],))
+    assert killed.wait() == -signal.SIGKILL, killed.text
     child = processes.cli("resume", "from-turn", "--store", store)
     assert child.wait() == 0, child.text
     history = History.of(config.with_values({"run.name": "from-turn"}))
     history.check_sound()
-    continued, end = history.run.trajectories(), row.turn_starts[2]
-    assert len(continued) == 8
+    generated, end = history.run.trajectories(1, ["policy_version", "rollout_error"]), row.turn_starts[2]
+    assert len(generated) == 6 and history.state.iteration == 2, "one iteration"
+    assert (generated["policy_version"] == 1).all(), "the policy that wrote it"
+    lost = generated["rollout_error"].dropna()
+    assert lost.map(lambda error: "a crash lost the environment's answer to" in error).all()
+    continued = history.run.trajectories(1)
+    assert len(continued) == 6 - len(lost)
     saved = sum(len(turn["content"]) for turn in row.turns[:3:2])
     for other in continued.itertuples():
         assert other.prompt_ids.tolist() == row.prompt_ids.tolist()
@@ -239,9 +300,67 @@ def test_a_stored_trajectory_is_continued_from_a_turn(environment: str, start: A
         assert not other.loss_mask[:end].any() and other.response_mask[end] == 1
         assert list(other.turns[:4]) == list(row.turns[:4])
         assert other.score == 0 or other.score >= saved
-    assert continued["response"].nunique() > 4, "each is drawn anew"
+    assert row.policy_version == 1 and continued["response"].nunique() > 2, "each is drawn anew"
     if environment == "Savings":
-        environments.check_books(processes.folder / "books")
+        environments.check_books(books, drivers=2)
+        asked = [entry["key"].split("/") for entry in environments.entries(books, "calls")]
+        uuid = RunStore.at(f"{store}/from-turn").log.record(0).uuid
+        turns = {(key[2], key[4]) for key in asked if key[0] == uuid}
+        assert {turn for _, turn in turns} == {"2", "3"}, "the kept turns are not played again"
+    assert processes.cli("vacuum", "from-turn", "--store", store).wait() == 0
+    # a trajectory that the kill made end is not drawn to its end again
+    reproduced = processes.cli("reproduce", "from-turn", "--store", store, "--iteration", 1)
+    assert reproduced.wait() == (1 if len(lost) else 0), reproduced.text
+    if environment == "Savings":
+        effects = [entry["key"] for entry in environments.entries(books, "effects")]
+        assert len(effects) == len(set(effects)), "an effect was made twice"
+        again = {entry["key"].split("/")[0] for entry in environments.entries(books, "calls")}
+        assert again == {uuid, RunStore.at(f"{store}/saver").log.record(0).uuid}, "the same turns have the same keys"
+
+
+LEDGER = "tests.environments:Savings"
+KILL_IN_FORK = {
+    "Tally": Fault("put", "trajectories/generate/iteration=000001/", "before"),
+    # half of the turns are stored
+    "Savings": Fault("put", "journals/iteration=000001/.*calls/", count=3),
+}
+
+
+def changed(before: RunConfig, after: RunConfig) -> dict[str, Any]:
+    """Returns the new values of the keys in which two configs differ."""
+    then, now = (flat(config.model_dump()) for config in (before, after))
+    return {key: value for key, value in now.items() if key not in then or then[key] != value}
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return leaves
+
+
+def test_turns_of_a_stored_trajectory_become_prompts(start: Any, processes: Processes) -> None:
+    """Without --turn one for each turn; a fork draws from all of them."""
+    named = {"name": "tests.environments:Tally", "options": {"folder": ""}}
+    config, trained = start("saver", rollout__environment=named, validation={}, train__iterations=1)
+    assert trained.wait() == 0, trained.text
+    rows = History.of(config).run.trajectories().itertuples()
+    row = next(row for row in rows if len(row.turn_ends) == 4)
+    store, prompts = config.run.store, processes.folder / "prompts.jsonl"
+    ratchet = partial(processes.cli, "data", "prefixes", "saver", prompts, "--store", store)
+    assert ratchet("--trajectory", row.trajectory_id).wait() == 0
+    assert len(prompts.read_text().splitlines()) == 3
+    changes = [f"data.train={prompts}", "data.prompts_per_iteration=3", "rollout.n=4"]
+    forked = processes.cli("fork", "saver", "--at", "0", "--run", "turns", "--store", store, *changes)
+    assert forked.wait() == 0, forked.text
+    child = processes.cli("resume", "turns", "--store", store)
+    assert child.wait() == 0, child.text
+    continued = History.of(config.with_values({"run.name": "turns"})).run.trajectories()
+    kept = [next(i for i, ids in enumerate(other.response_mask) if ids) for other in continued.itertuples()]
+    assert sorted(kept) == sorted(4 * row.turn_starts[1:].tolist())
+    blind = ("rollout.environment.name=tests.environments:Chatty", "rollout.environment.options={}")
+    refused = processes.cli("fork", "saver", "--at", "0", "--run", "blind", "--store", store, *changes, *blind)
+    assert refused.wait() == 2 and "which continues stored turns, needs: set replayable" in refused.text
 
 
 def test_an_environment_that_cannot_return_to_a_turn_is_refused(start: Any) -> None:

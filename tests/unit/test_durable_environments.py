@@ -11,7 +11,10 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.run_store import RunStore
 from ratchet.infra.workers.call_log import TURNS, TurnLog, turns_of
+from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.agents.agent_loop import Rules
 from ratchet.rlhf.environments.dialogues import Dialogue, joined
 from ratchet.rlhf.environments.environment import EnvironmentFailed, Observation, check_environment
@@ -190,6 +193,18 @@ def test_what_a_durable_environment_lacks_is_said(tmp_path: Path) -> None:
     assert [entry["turn"] for entry in entries(tmp_path / "a", "effects")].count("ba") == 3
     with pytest.raises(UserError, match="snapshot"):
         check_played(f"{here}:Forgetful", ["ba"], folder=str(tmp_path / "b"))
+
+
+def test_the_keys_of_two_evaluations_differ(tmp_path: Path) -> None:
+    """Both play the same prompts, and are no run: an effect of the first is none of the second."""
+    config = tiny.config(tmp_path)
+    scopes = []
+    for _ in range(2):
+        worker = Worker(config, RunStore(ObjectStore("memory://evaluate")), [])
+        logs = worker._turn_log("validate", 0, False), worker._call_log("validate", 0, False)
+        scopes += [log.scope for log in logs]
+    assert scopes[0] == scopes[1] and scopes[2] == scopes[3] and scopes[0] != scopes[2]
+    assert all(scope.endswith("/validate") for scope in scopes)
 
 
 def test_the_turns_of_many_trajectories_share_files() -> None:

@@ -326,7 +326,7 @@ class Streaming(Machine):
         self.pausing: asyncio.Task[None] | None = None
         """A `pause` that did not return at once."""
 
-    def _no_log(self, stage: str, iteration: int) -> Recorder:
+    def _no_log(self, stage: str, iteration: int, records: bool) -> Recorder:
         raise AssertionError("there are no agents")
 
     def _build(self, engine: RolloutEngine) -> Generator:

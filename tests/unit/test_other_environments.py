@@ -1,4 +1,4 @@
-"""Environments of the packages verifiers and gymnasium, over the real endpoint."""
+"""Environments of the package verifiers, over the real endpoint."""
 
 from __future__ import annotations
 
@@ -166,30 +166,16 @@ def test_another_taskset_is_another_environment(tmp_path: Path, monkeypatch: pyt
     assert agent_digest("verifiers", options) != before
 
 
-@needs("gymnasium")
-def test_gymnasium(generator: Generator) -> None:
-    beginning = Beginning([{"role": "user", "content": "play"}], None, False, '{"seed": 7}')
-    dialogue = played(generator, "gymnasium", beginning, environment="tests.word_game:Echo-v0", arguments={})
-    [branch] = dialogue.branches
-    decode = partial(response_text, tokenizer=generator.tokenizer)
-    assert "seed 7" in decode(branch.request.prompt_ids)
-    answers = [decode(branch.ids[start:end]) for start, end in zip(branch.turn_starts, branch.turn_ends, strict=True)]
-    assert len(answers) == 3 and dialogue.result is not None
-    assert dialogue.result.reward == sum(sum(map(str.isalpha, answer)) for answer in answers)
-
-
-@needs("gymnasium")
-def test_what_gymnasium_cannot_play_is_refused() -> None:
-    with pytest.raises(UserError, match=r"only gymnasium\.spaces\.Text"):
-        check_agent_settings("gymnasium", {"environment": "tests.word_game:Numbers-v0", "arguments": {}})
-
-
 def test_the_names_of_the_packages(tmp_path: Path) -> None:
     settings = {"name": "verifiers:wordle", "options": {"hard": True}, "max_turns": 5, "on_error": "retry"}
     agent = tiny.config(tmp_path, rollout__environment=settings).rollout.agent
     assert agent is not None
     assert (agent.name, agent.max_calls, agent.on_error) == ("verifiers", 5, "retry")
     assert agent.options == {"environment": "wordle", "arguments": {"hard": True}}
-    short = tiny.config(tmp_path, rollout__environment="gymnasium:texts:Chess-v0").rollout
-    assert short.environment is None and short.agent is not None
-    assert short.agent.options == {"environment": "texts:Chess-v0", "arguments": {}}
+    settings = {"name": "gymnasium:texts:Chess-v0", "options": {"hard": True}, "max_turns": 5}
+    config = tiny.config(tmp_path, rollout__environment=settings)
+    played = config.rollout.environment
+    assert played is not None and config.rollout.agent is None
+    assert (played.name, played.max_turns) == ("gymnasium", 5)
+    assert played.options == {"environment": "texts:Chess-v0", "arguments": {"hard": True}}
+    assert config.with_values({}) == config

@@ -15,7 +15,8 @@ from ratchet.rlhf.data.chat_turns import special_in
 from ratchet.rlhf.data.formats import formulas_of
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset, check_length, render
 from ratchet.rlhf.data.responses import response_text
-from ratchet.rlhf.environments.guarded_calls import try_environment
+from ratchet.rlhf.environments.environment import load_environment
+from ratchet.rlhf.environments.guarded_calls import check_continues, try_environment
 from ratchet.rlhf.environments.policy_tokenizer import policy_tokenizer, tools_of_environment
 from ratchet.rlhf.errors import UserError, counted
 from ratchet.rlhf.models.tokenizers import load_tokenizer
@@ -69,6 +70,8 @@ def check_prompts(
         scan.look_at(prompt)
     problems, tried = scan.problems, scan.samples
     if environment is not None:
+        if scan.continuing is not None:
+            check_continues(scan.continuing, environment.name, load_environment(environment.name))
         problems |= {failure: failure for failure in try_environment(environment, tried, data.system_prompt)}
     if not problems:
 
@@ -125,6 +128,8 @@ class _Scan:
         self.doubtful: dict[str, Prompt] = {}
         """The first prompt of each data source for which no response is right, unless the source's sample is such a
         prompt."""
+        self.continuing: Prompt | None = None
+        """The first prompt that continues stored turns."""
         self.texts = 0
         self.spelling = 0
         """Number of prompts that spell special tokens."""
@@ -146,6 +151,8 @@ class _Scan:
         """Notes the mistakes of the next prompt."""
         data, tokenizer = self.data, self.readers[0]
         self.texts += prompt.is_text
+        if prompt.continues is not None and self.continuing is None:
+            self.continuing = prompt
         sources = self._firsts.setdefault(prompt.where.rpartition(",")[0], {})
         if prompt.data_source not in sources and len(sources) < SOURCES:
             sources[prompt.data_source] = prompt
