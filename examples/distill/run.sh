@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# `ratchet demo distill`: a smaller model learns from the one that `ratchet demo countdown` has trained.
+# `ratchet demo distill`: a smaller model learns from the supervised one that `ratchet demo countdown` begins with.
 set -euo pipefail
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 run() { echo; echo "\$ $*"; "$@"; }
 
-if [ ! -d models/countdown-teacher ]; then
-    [ -d runs/countdown ] || run bash examples/countdown/run.sh
-    run ratchet export countdown models/countdown-teacher
+if [ ! -f data/countdown/train.parquet ]; then
+    run ratchet data countdown data/countdown
+fi
+if [ ! -f models/countdown-sft/model.safetensors ]; then
+    run python examples/countdown/model.py models/countdown-base
+    run ratchet sft --model models/countdown-base --data data/countdown/sft.parquet --output models/countdown-sft \
+        --steps 900 --batch-examples 32 --lr 2e-3 --warmup-steps 50
 fi
 if [ ! -f models/countdown-small/model.safetensors ]; then
     run python examples/countdown/model.py models/countdown-small-base --hidden 96 --layers 2

@@ -81,6 +81,9 @@ class OutsideInputs:
     def _initial_digest(self, role: str) -> str:
         seed, models = self._config.run.seed, self._config.all_models_of(role)
         digests = {key: initial_digest(model, seed) for key, model in models.items()}
+        for key, model in models.items():
+            if model.reads_text:  # in its own tokens, which are then a part of what it computes
+                digests[key] = f"{digests[key]} {tokenizer_digest(model)}"
         if len(digests) == 1:
             return next(iter(digests.values()))
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

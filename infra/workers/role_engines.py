@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from ratchet.infra.workers.teachers import ServedTeacher, Teachers
+from ratchet.infra.workers.teachers import ServedTeacher, Teacher, Teachers, TextTeacher
 from ratchet.rlhf.config import ModelConfig, RunConfig
 from ratchet.rlhf.config.engines import VLLMConfig
 from ratchet.rlhf.config.roles import ROLES, is_critic
@@ -116,18 +116,23 @@ class Engines:
             return self._teachers
 
     def _build_teachers(self) -> Teachers:
-        from ratchet.rlhf.models.hf_configs import text_config
+        from ratchet.rlhf.models.hf_configs import longest_sequence, text_config
         from ratchet.rlhf.rollout.scoring_servers import ScoringServers
 
         config = self.config.teacher
         assert config is not None, "the config has a teacher"
-        engines: dict[str, ModelEngine | ServedTeacher] = {}
+        engines: dict[str, Teacher] = {}
         for source, teacher in config.by_source.items():
             if teacher.engine is None:
-                engines[source] = self._build_model("teacher", teacher)
+                engine: ModelEngine | ServedTeacher = self._build_model("teacher", teacher)
             else:
                 servers = ScoringServers(teacher.engine.urls, timeout_s=teacher.engine.timeout_s)
-                engines[source] = ServedTeacher(servers, text_config(teacher).vocab_size)
+                engine = ServedTeacher(servers, text_config(teacher).vocab_size)
+            engines[source] = engine
+            if teacher.align == "text":
+                own, student = load_tokenizer(teacher), load_tokenizer(self.config.model)
+                treat_special_tokens(own, self.config.data.special_tokens)
+                engines[source] = TextTeacher(engine, own, student, longest_sequence(teacher))
         return Teachers(config, engines, in_turn=self._offloads("teacher"))
 
     def reward_model(self) -> RewardEngine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +15,9 @@ from ratchet.rlhf.errors import RatchetError, UserError
 from ratchet.rlhf.train.engine import InferenceEngine, InferencePlan
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ratchet.rlhf.data.equal_text import Translated
     from ratchet.rlhf.rollout.scoring_servers import ScoringServers
     from ratchet.rlhf.train.model_engine import ModelEngine
 
@@ -25,11 +28,10 @@ class Teachers(InferenceEngine):
     Teachers of this process are in memory side by side. With `in_turn`, all but one are in host memory.
     """
 
-    def __init__(
-        self, config: TeacherConfig, engines: Mapping[str, ModelEngine | ServedTeacher], *, in_turn: bool
-    ) -> None:
+    def __init__(self, config: TeacherConfig, engines: Mapping[str, Teacher], *, in_turn: bool) -> None:
         """Takes the teachers by key of `TeacherConfig.by_source`, and whether they take turns on the device."""
         self._config, self._engines, self._in_turn = config, engines, in_turn
+        self._has_spans = any(teacher.align == "text" for teacher in config.by_source.values())
 
     def infer_each(self, batches: Sequence[TrajectoryBatch], plan: InferencePlan) -> list[dict[str, pa.Array]]:
         """Computes the outputs of batches that have the column `data_source`; see `InferenceEngine`."""
@@ -38,7 +40,9 @@ class Teachers(InferenceEngine):
         for name, engine in self._asked(rows):
             numbers = [number for number, by_teacher in enumerate(rows) if name in by_teacher]
             parts = [_part(batches[number], rows[number][name]) for number in numbers]
-            for number, outputs in zip(numbers, engine.infer_each(parts, plan), strict=True):
+            for number, part, outputs in zip(numbers, parts, engine.infer_each(parts, plan), strict=True):
+                if self._has_spans and "spans" not in outputs:
+                    outputs["spans"] = _alone(part.lengths("response_ids"))
                 found[number].append((rows[number][name], outputs))
         return [_joined(parts) for parts in found]
 
@@ -51,7 +55,7 @@ class Teachers(InferenceEngine):
         chosen = np.array([patterns[source] for source in sources])
         return {str(name): np.flatnonzero(chosen == name) for name in dict.fromkeys(chosen.tolist())}
 
-    def _asked(self, rows: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[str, ModelEngine | ServedTeacher]]:
+    def _asked(self, rows: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[str, Teacher]]:
         """Yields the teachers that are needed, in the same order on all ranks, each ready to compute."""
         for name, engine in self._engines.items():
             if not any(name in by_teacher for by_teacher in rows):
@@ -70,7 +74,7 @@ class Teachers(InferenceEngine):
     def close(self) -> None:
         """Closes the connections to servers, which keep running."""
         for engine in self._engines.values():
-            if isinstance(engine, ServedTeacher):
+            if isinstance(engine, ServedTeacher | TextTeacher):
                 engine.close()
 
 
@@ -125,6 +129,84 @@ class ServedTeacher(InferenceEngine):
     def close(self) -> None:
         """Closes the connections; the servers keep running."""
         self._servers.close()
+
+
+class TextTeacher(InferenceEngine):
+    """A teacher with a tokenizer of its own, which reads the same texts. Its log-probs are those of spans of text."""
+
+    def __init__(
+        self,
+        engine: ModelEngine | ServedTeacher,
+        own: PreTrainedTokenizerBase,
+        student: PreTrainedTokenizerBase,
+        longest: int | None,
+    ) -> None:
+        """Takes the teacher, both tokenizers, and the largest number of tokens that the teacher reads."""
+        self._engine, self._own, self._student, self._longest = engine, own, student, longest
+
+    def infer_each(self, batches: Sequence[TrajectoryBatch], plan: InferencePlan) -> list[dict[str, pa.Array]]:
+        assert plan.outputs == ("log_probs",), "the config refuses other outputs"
+        read = [self._read(batch) for batch in batches]
+        computed = self._engine.infer_each([batch for batch, _ in read], plan)
+        return [
+            _of_spans(outputs["log_probs"].to_numpy(zero_copy_only=False), texts)
+            for outputs, (_, texts) in zip(computed, read, strict=True)
+        ]
+
+    def _read(self, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, list[Translated]]:
+        """Returns trajectories in the teacher's tokens, and how their responses correspond to the student's."""
+        from ratchet.rlhf.data.equal_text import translated
+        from ratchet.rlhf.data.prompts import stored_chat, tokenize_chat
+        from ratchet.rlhf.data.responses import around_turns
+
+        names = batch.list("trajectory_id")
+        chats = map(stored_chat, batch.list("messages"), batch.list("tools"))
+        prompts = [tokenize_chat(chat, self._own, name)[1] for chat, name in zip(chats, names, strict=True)]
+        ends = around_turns(self._student)
+        texts = [
+            translated(ids, self._student, self._own, ends=reason == "stop" and ids[-1] in ends)
+            for ids, reason in zip(batch.list("response_ids"), batch.list("finish_reason"), strict=True)
+        ]
+        for name, prompt, text in zip(names, prompts, texts, strict=True):
+            if self._longest is not None and len(prompt) + len(text.ids) > self._longest:
+                raise UserError(
+                    f"{name} has {len(prompt) + len(text.ids)} tokens for its teacher, which reads at most "
+                    f"{self._longest}: lower data.max_prompt_tokens or rollout.max_response_tokens"
+                )
+        columns = {"prompt_ids": prompts, "response_ids": [text.ids for text in texts]}
+        return TrajectoryBatch.of(columns), texts
+
+    def place(self, *, model: bool, optimizer: bool) -> None:
+        """Moves the teacher as its engine does."""
+        self._engine.place(model=model, optimizer=optimizer)
+
+    def close(self) -> None:
+        """Closes the connections to servers, if there are any; they keep running."""
+        if isinstance(self._engine, ServedTeacher):
+            self._engine.close()
+
+
+Teacher: TypeAlias = "ModelEngine | ServedTeacher | TextTeacher"
+
+
+def _of_spans(log_probs: Sequence[np.ndarray], texts: Sequence[Translated]) -> dict[str, pa.Array]:
+    """Puts the log-prob of each span at the last of the student's tokens in it."""
+    values, spans, lengths = [np.zeros(0)], [np.zeros(0, np.int64)], [len(text.own_spans) for text in texts]
+    for row, text in zip(log_probs, texts, strict=True):
+        sums = np.bincount(text.spans, weights=row)
+        is_last = np.append(np.diff(text.own_spans) > 0, True)
+        values.append(np.where(is_last, sums[text.own_spans], 0.0))
+        spans.append(text.own_spans)
+    of_rows = np.array(lengths, dtype=np.int64)
+    return {
+        "log_probs": ragged(np.concatenate(values).astype(np.float32), of_rows),
+        "spans": ragged(np.concatenate(spans).astype(np.int32), of_rows),
+    }
+
+
+def _alone(lengths: np.ndarray) -> pa.Array:
+    """Returns spans of one token each."""
+    return ragged(np.concatenate([np.zeros(0), *map(np.arange, lengths)]).astype(np.int32), lengths)
 
 
 def _part(batch: TrajectoryBatch, rows: np.ndarray) -> TrajectoryBatch:

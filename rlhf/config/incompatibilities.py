@@ -192,6 +192,16 @@ def _teacher_fits(config: RunConfig) -> Iterator[str]:
                 f"{key}.engine server gives log-probs at temperature 1, and rollout.temperature is "
                 f"{config.rollout.temperature}: set it to 1, or remove {key}.engine"
             )
+        if model.align == "text" and teacher is not None and teacher.top_k:
+            yield (
+                f"{key}.align text compares log-probs of whole texts, and teacher.top_k asks for other tokens: set "
+                "teacher.top_k=0 with algorithm.distillation.divergence=sampled"
+            )
+        if model.align == "text" and config.rollout.partner is not None:
+            yield (
+                f"{key}.align text reads a prompt and its answer, and a rollout.environment or a rollout.agent has "
+                "more turns: remove it, or choose a teacher with the actor's vocabulary"
+            )
         given = [name for name in COMPUTED_HERE if getattr(model, name) != OneTeacher.model_fields[name].get_default()]
         if model.is_served and given:
             yield f"{key}.{given[0]} is set, but servers compute the teacher: set it there, and remove it here"

@@ -116,6 +116,11 @@ class ModelConfig(Section):
         """True if servers compute the model, and only its config and its tokenizer are needed here."""
         return False
 
+    @property
+    def reads_text(self) -> bool:
+        """True if the model reads the policy's trajectories as text, and not as the tokens that they are."""
+        return False
+
     @model_validator(mode="after")
     def _args_may_be_set(self) -> Self:
         refuse(self.args, MODEL_REFUSED)
@@ -146,10 +151,19 @@ class OneTeacher(ModelConfig):
         description="null: the teacher is computed as actor.engine says; {type: server, urls: [...]}: servers compute "
         "it, and path is needed for its config and tokenizer only",
     )
+    align: Literal["tokens", "text"] = Field(
+        "tokens",
+        description="tokens: the teacher has the actor's vocabulary; text: it has its own, reads the messages by its "
+        "own chat template, and is compared over spans of equal text (divergence sampled)",
+    )
 
     @property
     def is_served(self) -> bool:
         return self.engine is not None
+
+    @property
+    def reads_text(self) -> bool:
+        return self.align == "text"
 
 
 class TeacherConfig(OneTeacher):

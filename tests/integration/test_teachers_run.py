@@ -117,5 +117,6 @@ def test_a_prompt_without_a_teacher_is_refused_at_the_start(folder: Path, tmp_pa
 def test_another_vocabulary_names_the_teacher_that_has_it(folder: Path, tmp_path: Path) -> None:
     other = tiny.model_folder(tmp_path / "other", letters=tiny.LETTERS[::-1])
     config = config_of(folder, tmp_path, {"math/*": model(folder, "math"), "*": {"path": str(other)}})
-    with pytest.raises(UserError, match=r"teacher.models.\* .*other has another vocabulary .* of the same family"):
+    says = r"teacher.models.\* .*other has another vocabulary .* or set teacher.models.\*.align=text"
+    with pytest.raises(UserError, match=says):
         check_start(config, take_over=True, accept_changes=False, check=check_open_iteration)

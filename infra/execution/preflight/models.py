@@ -51,7 +51,7 @@ def check_models(config: RunConfig) -> None:
         *(partial(_check_sequence_parallel, config, role) for role in config.readers),
         *([] if config.teacher is None else [partial(check_teachers, config.model, config.teacher)]),
         partial(check_lengths, config),
-        partial(check_embeddings, config.model, *readers),
+        partial(check_embeddings, config.model, *(model for model in readers if not model.reads_text)),
         *([] if config.reward.model is None else [partial(check_embeddings, config.reward.model, config.reward.model)]),
         *(
             partial(check_architecture, config.model_of(role), ROLES[role].model_key, is_critic=True)
@@ -170,8 +170,8 @@ def _check_megatron(config: RunConfig, role: str) -> None:
 def check_lengths(config: RunConfig) -> None:
     """Raises `UserError` if a model cannot read a longest prompt with its longest response."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    teachers = [] if config.teacher is None else list(config.teacher.by_key.values())  # also those that are served
-    models = [*(config.model_of(role) for role in config.readers), *teachers]
+    roles = (role for role in config.roles if ROLES[role].has_versions and ROLES[role].computes)
+    models = [model for role in roles for model in config.all_models_of(role).values() if not model.reads_text]
     limits = {model.path: longest_sequence(model) for model in models}
     refuse(
         f"data.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} is {prompt + response}, but "

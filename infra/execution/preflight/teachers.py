@@ -27,11 +27,20 @@ def _check(key: str, teacher: OneTeacher, student: ModelConfig, top_k: int) -> N
     if top_k > size:
         where = "its vocabulary" if key == "teacher" else f"the vocabulary of {key}"
         raise UserError(f"teacher.top_k is {top_k}, more than the {size} tokens of {where}: lower it")
+    if teacher.align == "text":
+        for named, model in ((key, teacher), ("model", student)):
+            if not load_tokenizer(model).is_fast:
+                raise UserError(
+                    f"{key}.align text needs fast tokenizers, and that of {named}.path {model.path} is none: choose "
+                    "another model"
+                )
+        return
     own, other = (load_tokenizer(model).get_vocab() for model in (student, teacher))
     if differs := next((token for token in own if other.get(token) != own[token]), None):
         raise UserError(
             f"{key} {teacher.path} has another vocabulary than {student.path}: the token {differs!r:.40} is "
-            f"{other.get(differs, 'none')} there, and {own[differs]} here: choose a teacher of the same family"
+            f"{other.get(differs, 'none')} there, and {own[differs]} here: choose a teacher of the same family, or set "
+            f"{key}.align=text"
         )
 
 
