@@ -1,6 +1,7 @@
 """Measures what a teacher's most likely tokens are worth and take, with SmolLM2-135M-Instruct and half of its layers.
 
     python benchmarks/teacher.py [--model models/smollm2] [--tokens 24] [--steps 25] [--temperature 1] [--k 16 64]
+        [--without-rest]
 
 The teacher answers a few questions. The student has every second layer of the teacher, as it is, and after a few steps
 toward the teacher on these answers. For each divergence and number of tokens k the gradient of all the student's
@@ -24,7 +25,7 @@ from transformers.utils import logging
 from ratchet.infra.store.run_store import parquet_bytes
 from ratchet.rlhf.algorithms.distillation import Distillation, Divergence
 from ratchet.rlhf.batch import TrajectoryBatch, ragged
-from ratchet.rlhf.models.token_outputs import TokenOutputs
+from ratchet.rlhf.models.token_outputs import NO_MASS, TokenOutputs
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -141,9 +142,9 @@ def taught(
 
 
 def compare(
-    learner: TokenOutputs, teacher: TokenOutputs, said: list[Answer], ks: list[int], temperature: float
+    learner: TokenOutputs, teacher: TokenOutputs, said: list[Answer], ks: list[int], temperature: float, rest: bool
 ) -> None:
-    """Prints the errors of the gradient."""
+    """Prints the errors of the gradient, with or without the bucket of all tokens that are not the most likely."""
     student = learner.model
     for kind in DIVERGENCES:
         loss = Distillation(divergence=kind, beta=BETA)
@@ -151,9 +152,11 @@ def compare(
         def over_top(k: int, loss: Distillation = loss) -> Iterator[Tensor]:
             for one in said:
                 with torch.no_grad():
-                    ids, of_teacher, rest = outputs(teacher, *one, k, temperature)
+                    ids, of_teacher, its_tail = outputs(teacher, *one, k, temperature)
                 _, top, tail = outputs(learner, *one, ids, temperature)
-                yield loss.of_tokens(top[None], tail[None], of_teacher[None], rest[None]).sum()
+                if not rest:
+                    tail = its_tail = torch.full_like(its_tail, NO_MASS)
+                yield loss.of_tokens(top[None], tail[None], of_teacher[None], its_tail[None]).sum()
 
         def whole(kind: Divergence = kind) -> Iterator[Tensor]:
             for one in said:
@@ -174,6 +177,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--temperature", type=float, default=1.0, help="of the distributions that are compared")
     parser.add_argument("--k", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--without-rest", action="store_true", help="leave out the bucket of all other tokens")
     options = parser.parse_args()
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(options.model)
@@ -201,7 +205,7 @@ def main() -> None:
         for steps in (0, options.steps):
             taught(student, model, said, steps, options.temperature)
             print(f" error of the gradient after {steps} steps", flush=True)
-            compare(learner, teacher, said, options.k, options.temperature)
+            compare(learner, teacher, said, options.k, options.temperature, not options.without_rest)
 
 
 if __name__ == "__main__":

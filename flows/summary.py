@@ -33,10 +33,15 @@ def summary(config: RunConfig, state: RunState) -> list[str]:
         has = reached(state.iteration, config.iterations)
         at = f"nothing is left to train, it has {has}: train.iterations={state.iteration + 1} or more continues it"
     lines = [f"run {config.run.name} in {config.run.store}: {at}"]
-    for role, model in config.models.items():
-        parameters = parameter_count(model_folder(model))
-        parts = ", ".join(f"{what} {_bytes(size)}" for what, size in _memory(config, role, parameters).items())
-        lines.append(f"  {role:<10}{_model(config, role, model, parameters)} {_place(config, role)}; {parts}")
+    for role, models in config.models.items():
+        for model in models.values():
+            parameters = parameter_count(model_folder(model))
+            parts = ", ".join(f"{what} {_bytes(size)}" for what, size in _memory(config, role, parameters).items())
+            lines.append(f"  {role:<10}{_model(config, role, model, parameters)} {_place(config, role)}; {parts}")
+    teachers = [] if config.teacher is None or "teacher" not in config.roles else config.teacher.by_key.values()
+    for teacher in teachers:
+        if teacher.engine is not None:
+            lines.append(f"  teacher   {teacher.path}, served by {', '.join(teacher.engine.urls)}")
     if config.only_scores:
         return [*lines, f"  scores    the answers of {config.data.generations}"]
     return [

@@ -377,7 +377,21 @@ TRAJECTORY = TrajectorySchema(
             null="no algorithm.advantage needs it",
         ),
         Column("ref_log_probs", _FLOATS, "ref_log_probs", "log-probs [T] from the reference", "nat"),
-        Column("teacher_log_probs", _FLOATS, "teacher_log_probs", "log-probs [T] from the teacher", "nat"),
+        Column(
+            "teacher_log_probs",
+            _FLOATS,
+            "teacher_log_probs",
+            "log-probs [T] from the teacher; with teacher.align text, that of a span is at its last token, and the "
+            "others are 0",
+            "nat",
+        ),
+        Column(
+            "teacher_spans",
+            _TOKENS,
+            "teacher_log_probs",
+            "number of the span of text [T], from 0, that each token belongs to",
+            null="teacher.align is tokens",
+        ),
         Column(
             "teacher_topk_ids",
             _TOKENS,

@@ -1,6 +1,6 @@
 """Builds the demo's model: a tiny Llama with random weights, and a tokenizer that splits numbers into digits.
 
-    python examples/countdown/model.py OUT [--seed 0]
+    python examples/countdown/model.py OUT [--seed 0] [--hidden 160] [--layers 3]
 
 The result is an ordinary Hugging Face model folder; nothing else in the project depends on its size.
 """
@@ -55,14 +55,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int = 160, layers: int = 3) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=160,
-            intermediate_size=432,
-            num_hidden_layers=3,
+            hidden_size=hidden,
+            intermediate_size=hidden * 27 // 10,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             max_position_embeddings=512,
             initializer_range=0.06,
@@ -78,9 +78,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=160)
+    parser.add_argument("--layers", type=int, default=3)
     arguments = parser.parse_args()
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, arguments.seed)
+    model = build_model(tokenizer, arguments.seed, arguments.hidden, arguments.layers)
     tokenizer.save_pretrained(arguments.out)
     save(model, arguments.out)
     print(f"a Llama with {model.num_parameters() / 1e6:.2f} M parameters, random weights, in {arguments.out}")

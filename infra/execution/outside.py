@@ -72,12 +72,21 @@ class OutsideInputs:
     @cached_property
     def initial_weights(self) -> dict[str, Weights]:
         """Each role's initial weights, by digest of its model's files."""
-        seed = self._config.run.seed
         return {
-            role: Weights(version=0, digest=initial_digest(model, seed))
-            for role, model in self._config.models.items()
+            role: Weights(version=0, digest=self._initial_digest(role))
+            for role in self._config.roles
             if ROLES[role].has_versions
         }
+
+    def _initial_digest(self, role: str) -> str:
+        seed, models = self._config.run.seed, self._config.all_models_of(role)
+        digests = {key: initial_digest(model, seed) for key, model in models.items()}
+        for key, model in models.items():
+            if model.reads_text:  # in its own tokens, which are then a part of what it computes
+                digests[key] = f"{digests[key]} {tokenizer_digest(model)}"
+        if len(digests) == 1:
+            return next(iter(digests.values()))
+        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
     def identity(self) -> str:
         """Identifies everything outside the config that workers hold: code, packages, models and stages' inputs."""

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from ratchet.rlhf.config import RunConfig
+from ratchet.infra.workers.teachers import ServedTeacher, Teacher, Teachers, TextTeacher
+from ratchet.rlhf.config import ModelConfig, RunConfig
 from ratchet.rlhf.config.engines import VLLMConfig
 from ratchet.rlhf.config.roles import ROLES, is_critic
 from ratchet.rlhf.data.chat_turns import treat_special_tokens
@@ -51,11 +52,14 @@ class Engines:
         self._models: dict[str, ModelEngine] = {}
         self._rollout: RolloutEngine | None = None
         self._reward_model: RewardEngine | None = None
+        self._teachers: Teachers | None = None
 
     def inference(self, role: str) -> InferenceEngine:
         """Returns the engine of a role that has a model, ready for inference."""
         from ratchet.rlhf.train.model_engine import WithoutAdapters
 
+        if ROLES[role].several is not None:
+            return self._ready_teachers()
         owner = self.owner(role)
         return self.model(role) if owner == role else WithoutAdapters(self.model(owner))
 
@@ -99,6 +103,38 @@ class Engines:
                 self._engines()[owner].place(model=True, optimizer=False)
             return self._rollout
 
+    def _ready_teachers(self) -> Teachers:
+        computed = bool(self.config.models_of("teacher"))
+        with self.lock:
+            if computed:  # otherwise servers compute them, while the models of this process compute, too
+                self._check_memory()
+                self._offload_others("teacher")
+            if self._teachers is None:
+                self._teachers = self._build_teachers()
+            if computed and self._offloads("teacher"):
+                self._teachers.place(model=True, optimizer=False)
+            return self._teachers
+
+    def _build_teachers(self) -> Teachers:
+        from ratchet.rlhf.models.hf_configs import longest_sequence, text_config
+        from ratchet.rlhf.rollout.scoring_servers import ScoringServers
+
+        config = self.config.teacher
+        assert config is not None, "the config has a teacher"
+        engines: dict[str, Teacher] = {}
+        for source, teacher in config.by_source.items():
+            if teacher.engine is None:
+                engine: ModelEngine | ServedTeacher = self._build_model("teacher", teacher)
+            else:
+                servers = ScoringServers(teacher.engine.urls, timeout_s=teacher.engine.timeout_s)
+                engine = ServedTeacher(servers, text_config(teacher).vocab_size)
+            engines[source] = engine
+            if teacher.align == "text":
+                own, student = load_tokenizer(teacher), load_tokenizer(self.config.model)
+                treat_special_tokens(own, self.config.data.special_tokens)
+                engines[source] = TextTeacher(engine, own, student, longest_sequence(teacher))
+        return Teachers(config, engines, in_turn=self._offloads("teacher"))
+
     def reward_model(self) -> RewardEngine:
         """Returns the classifier of `reward.model`, ready to compute."""
         from ratchet.rlhf.train.reward_engine import RewardEngine
@@ -122,6 +158,13 @@ class Engines:
             self._models.pop(role, None)
             if self.owner("rollout") == role:
                 self.end_rollout()
+            if ROLES[role].several is not None:
+                self._end_teachers()
+
+    def _end_teachers(self) -> None:
+        if self._teachers is not None:
+            self._teachers.close()
+            self._teachers = None
 
     def end_rollout(self) -> None:
         """Closes the rollout engine; the next use builds a new one."""
@@ -138,13 +181,14 @@ class Engines:
             self.end_rollout()
             self._models.clear()
             self._reward_model = None
+            self._end_teachers()
 
     def owner(self, role: str) -> str:
         """Returns the role whose tensors a role uses; see `Role.shares_actor`."""
         return "actor" if "actor" in self.roles and ROLES[role].shares_actor(self.config) else role
 
     def _engines(self) -> dict[str, MovableEngine]:
-        optional = {"rollout": self._rollout, "reward": self._reward_model}
+        optional = {"rollout": self._rollout, "reward": self._reward_model, "teacher": self._teachers}
         return {**self._models, **{role: engine for role, engine in optional.items() if engine is not None}}
 
     def _check_memory(self) -> None:
@@ -181,10 +225,13 @@ class Engines:
         return trainer.offload_when_idle if ROLES[role].computes else trainer.engine.moves_state
 
     def _build(self, role: str) -> ModelEngine:
+        return self._build_model(role, self.config.model_of(role))
+
+    def _build_model(self, role: str, model: ModelConfig) -> ModelEngine:
         from ratchet.rlhf.train.build import train_engine
 
         config, facts = self.config, ROLES[role]
-        model, seed = config.model_of(role), config.run.seed
+        seed = config.run.seed
         if not facts.computes:  # in float32 an average takes steps that are too small for bfloat16
             model = model.model_copy(update={"dtype": "float32"})
         if is_critic(role):

@@ -443,7 +443,7 @@ class Worker:
                 self.engines.model(role, learns=True).load_state(stored)
             elif self.engines.owner(role) == role:  # otherwise it has no tensors of its own to reset
                 self.engines.forget(role)
-                self.engines.model(role)
+                self.engines.inference(role)
             self._held.hold(role, weights)
 
     def close(self) -> None:

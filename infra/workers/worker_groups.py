@@ -100,6 +100,8 @@ class WorkerGroups:
         if pool is not None:
             return f"pool {pool}"
         offload_when_idle = any(trainer.offload_when_idle for trainer in self.config.trainers.values())
+        if not self.config.models_of(role):  # servers compute it, while the models here compute
+            return role
         # with `offload_when_idle` models take turns on the devices, so even a rollout in a process of its own must wait
         # for its turn
         has_own_process = role == "rollout" and self.config.rollout.engine.own_process and not offload_when_idle

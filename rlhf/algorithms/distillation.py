@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import Field
 
 from ratchet.rlhf.algorithms.base import Algorithm
@@ -14,6 +14,7 @@ from ratchet.rlhf.algorithms.tensor import Tensor
 Tokens = Float[Tensor, "batch response"]
 TopTokens = Float[Tensor, "batch response k"]
 Buckets = Float[Tensor, "*shape"]
+Spans = Int[Tensor, "batch response"]
 Divergence = Literal["sampled", "forward_kl", "reverse_kl", "jsd"]
 
 
@@ -30,6 +31,11 @@ class Distillation(Algorithm):
     and the policy gradient with it is the gradient of that divergence, token by token (a discount of 0): the on-policy
     case of GKD with the reverse KL, estimated by the drawn token instead of the sum over the vocabulary. The mean over
     the batch is a baseline: it changes the gradient's variance and not its expectation.
+
+    A teacher with a vocabulary of its own (`teacher.align: text`) is compared over spans of text that both tokenizers
+    begin and end at the same characters: :math:`d_t` is then the log-prob of the span from the teacher less that from
+    the policy, and the same for all tokens of the span. Each is the sum over the tokens in which its tokenizer spells
+    the span; other spellings of the same text are left out.
 
     The other divergences are a term of the loss, :math:`c\,D_t`, aggregated as the policy loss is, with a gradient for
     all tokens that could have been drawn. With :math:`\pi_T` and :math:`\pi` at each position,
@@ -58,9 +64,25 @@ class Distillation(Algorithm):
     )
     needs: ClassVar[tuple[str, ...]] = ("old_log_probs", "teacher_log_probs")
 
-    def __call__(self, log_probs: Tokens, teacher_log_probs: Tokens, mask: Tokens) -> Tokens:
-        """Computes the numbers to add to the advantages. `log_probs` are those of the policy that drew the tokens."""
+    def __call__(
+        self, log_probs: Tokens, teacher_log_probs: Tokens, mask: Tokens, spans: Spans | None = None
+    ) -> Tokens:
+        """Computes the numbers to add to the advantages.
+
+        Args:
+            log_probs: those of the policy that drew the tokens, shape (batch, response).
+            teacher_log_probs: those of the teacher, shape (batch, response).
+            mask: 1 for the tokens that count, shape (batch, response).
+            spans: numbers of the spans of text whose differences count, shape (batch, response); None: each token is a
+                span.
+
+        Returns:
+            The numbers, shape (batch, response).
+        """
         difference = (teacher_log_probs - log_probs).where(mask > 0, 0.0)
+        if spans is not None:  # a span is drawn as a whole, so each of its tokens moves by the difference of the span
+            difference = difference.new_zeros(difference.shape).scatter_add(1, spans, difference).gather(1, spans)
+            difference = difference.where(mask > 0, 0.0)
         if self.clamp is not None:
             difference = difference.clamp(-self.clamp, self.clamp)
         return self.coef * (difference - difference.sum() / mask.sum().clamp(min=1)) * mask

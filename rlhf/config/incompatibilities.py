@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ratchet.rlhf.algorithms.advantages import GFPO
@@ -10,10 +11,14 @@ from ratchet.rlhf.built_in_rewards import solved_score
 from ratchet.rlhf.config.engines import FSDPConfig, HFConfig, ServerConfig, VLLMConfig
 from ratchet.rlhf.config.reading import listed, yaml_text
 from ratchet.rlhf.config.roles import ROLES
+from ratchet.rlhf.config.sections import OneTeacher
 
 if TYPE_CHECKING:
     from ratchet.rlhf.config.run import RunConfig
     from ratchet.rlhf.config.sections import ModelConfig, ReplayConfig, RolloutConfig, TrainerConfig
+
+COMPUTED_HERE = ("dtype", "attention", "kernels", "args")
+"""Keys of a model that only say how it is computed here."""
 
 
 def _roles_are_placed(config: RunConfig) -> Iterator[str]:
@@ -27,7 +32,8 @@ def _roles_are_placed(config: RunConfig) -> Iterator[str]:
             "placement"
         )
         return
-    missing = {role: pool for role in config.roles if (pool := config.pool_of(role)) not in config.pools}
+    placed = [role for role in config.roles if config.models_of(role)]
+    missing = {role: pool for role in placed if (pool := config.pool_of(role)) not in config.pools}
     if missing:
         places = listed([f"the {role} in {pool or 'no pool'}" for role, pool in missing.items()])
         fix = "name pools so, or map each role" if config.placement == "separate" else "map each"
@@ -92,16 +98,15 @@ def incompatible(config: RunConfig) -> Iterator[str]:
                     f"{owner}.engine.{key} is {size}, which does not divide the number of processes that hold "
                     f"the {role} ({workers}): change one of them"
                 )
-        model = config.model_of(role)
-        model_key = "model" if ROLES[role].own_model(config) is None else ROLES[role].model_key
-        if engine.own_layers:
-            for key in _beyond_own_layers(owner, trainer, model_key, model):
-                unsupported.setdefault(key, {})[owner] = None
-        elif model.kernels == "compile" and not engine.compiles:
-            conflict = "engine.tensor_parallel" if engine.matrices_are_split else f"engine {engine.type}"
-            uncompiled.setdefault(model_key, {})[f"{owner}.{conflict}"] = None
-        if engine.matrices_are_split and model.lora is not None:
-            yield f"{owner}.engine.tensor_parallel does not work with model.lora: remove one of them"
+        for model_key, model in config.models_of(role).items():
+            if engine.own_layers:
+                for key in _beyond_own_layers(owner, trainer, model_key, model):
+                    unsupported.setdefault(key, {})[owner] = None
+            elif model.kernels == "compile" and not engine.compiles:
+                conflict = "engine.tensor_parallel" if engine.matrices_are_split else f"engine {engine.type}"
+                uncompiled.setdefault(model_key, {})[f"{owner}.{conflict}"] = None
+            if engine.matrices_are_split and model.lora is not None:
+                yield f"{owner}.engine.tensor_parallel does not work with model.lora: remove one of them"
         if isinstance(engine, FSDPConfig) and engine.shard_size is not None and workers % engine.shard_size:
             yield (
                 f"{owner}.engine.shard_size is {engine.shard_size}, which does not divide the number of processes that "
@@ -141,9 +146,8 @@ def incompatible(config: RunConfig) -> Iterator[str]:
             f"critic.warmup_iterations is set, but algorithm.advantage {config.algorithm.advantage.type} has no "
             "critic: remove it, or choose an advantage with a critic (gae)"
         )
-    for role, model in config.models.items():
+    for key, model in chain.from_iterable(models.items() for models in config.models.values()):
         if model.attention.startswith("flash") and model.dtype == "float32":
-            key = "model" if ROLES[role].own_model(config) is None else ROLES[role].model_key
             yield f"{key}.attention {model.attention} computes in 16 bits: set {key}.dtype bfloat16, or use sdpa"
     if config.reference.model is not None and config.reference.model.lora is not None:
         yield "reference.model.lora is set, but the reference does not learn: remove it"
@@ -179,8 +183,28 @@ def _teacher_fits(config: RunConfig) -> Iterator[str]:
         yield "algorithm.distillation is set without a teacher: set teacher.path"
     if teacher is not None and distillation is None:
         yield "teacher is set, but nothing learns from it: set algorithm.distillation={}, or remove it"
-    if teacher is not None and teacher.lora is not None:
-        yield "teacher.lora is set, but the teacher does not learn: remove it"
+    teachers = {} if teacher is None else teacher.by_key
+    for key, model in teachers.items():
+        if model.lora is not None:
+            yield f"{key}.lora is set, but the teacher does not learn: remove it"
+        if model.is_served and config.rollout.temperature != 1:
+            yield (
+                f"{key}.engine server gives log-probs at temperature 1, and rollout.temperature is "
+                f"{config.rollout.temperature}: set it to 1, or remove {key}.engine"
+            )
+        if model.align == "text" and teacher is not None and teacher.top_k:
+            yield (
+                f"{key}.align text compares log-probs of whole texts, and teacher.top_k asks for other tokens: set "
+                "teacher.top_k=0 with algorithm.distillation.divergence=sampled"
+            )
+        if model.align == "text" and config.rollout.partner is not None:
+            yield (
+                f"{key}.align text reads a prompt and its answer, and a rollout.environment or a rollout.agent has "
+                "more turns: remove it, or choose a teacher with the actor's vocabulary"
+            )
+        given = [name for name in COMPUTED_HERE if getattr(model, name) != OneTeacher.model_fields[name].get_default()]
+        if model.is_served and given:
+            yield f"{key}.{given[0]} is set, but servers compute the teacher: set it there, and remove it here"
     if distillation is not None and distillation.in_loss and teacher is not None and not teacher.top_k:
         yield (
             f"algorithm.distillation.divergence {distillation.divergence} sums over the teacher's most likely tokens, "

@@ -3,14 +3,14 @@ row of `ROLES`; only what is special to the rollout is decided elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ratchet.rlhf.config.run import RunConfig
-    from ratchet.rlhf.config.sections import ModelConfig, TrainerConfig
+    from ratchet.rlhf.config.sections import ModelConfig, OneTeacher, TrainerConfig
 
 PlacedRole = Literal["actor", "critic", "reference", "teacher", "reward", "rollout"]
 """Roles for which `placement` may name a pool."""
@@ -24,6 +24,10 @@ def _never(config: RunConfig) -> bool:
     return False
 
 
+def _teachers(config: RunConfig) -> dict[str, OneTeacher]:
+    return {} if config.teacher is None else config.teacher.by_key
+
+
 @dataclass(frozen=True, kw_only=True)
 class Role:
     """A role of a run."""
@@ -35,6 +39,9 @@ class Role:
     own_model: Callable[[RunConfig], ModelConfig | None]
     """The value at `model_key`, whether or not the role exists. None: the role begins as `default_model`."""
     default_model: Callable[[RunConfig], ModelConfig] = lambda config: config.model
+    several: Callable[[RunConfig], Mapping[str, ModelConfig]] | None = None
+    """The role's models by key of the config, if it may have several, or one that servers compute; `own_model` is then
+    the first of them."""
     head: Literal["policy", "value", "reward"] | None = "policy"
     """Output of the model; None: the role has no model, but generates with the actor's weights."""
     section: str = "actor"
@@ -94,7 +101,8 @@ ROLES: dict[str, Role] = {
     "teacher": Role(
         exists=lambda config: config.teacher is not None and config.algorithm.distillation is not None,
         model_key="teacher",
-        own_model=lambda config: config.teacher,
+        own_model=lambda config: next(iter(_teachers(config).values()), None),
+        several=lambda config: _teachers(config),
     ),
     "ema": Role(
         exists=lambda config: config.train.updates and config.actor.ema_decay is not None,

@@ -210,25 +210,40 @@ class RunConfig(Section):
         """The model that a role begins as."""
         return ROLES[role].own_model(self) or ROLES[role].default_model(self)
 
+    def all_models_of(self, role: str) -> dict[str, ModelConfig]:
+        """The models that a role begins as, also those that servers compute, by key of the config."""
+        facts = ROLES[role]
+        if facts.several is not None:
+            return dict(facts.several(self))
+        return {"model" if facts.own_model(self) is None else facts.model_key: self.model_of(role)}
+
+    def models_of(self, role: str) -> dict[str, ModelConfig]:
+        """The models that a role computes here, by key of the config."""
+        return {key: model for key, model in self.all_models_of(role).items() if not model.is_served}
+
     @property
     def named_models(self) -> dict[str, ModelConfig]:
         """The models that the config names, also those of roles that it does not have, by key."""
-        models = {role.model_key: role.own_model(self) for role in ROLES.values()}
+        models: dict[str, ModelConfig | None] = {}
+        for role in ROLES.values():
+            models |= {role.model_key: role.own_model(self)} if role.several is None else role.several(self)
         return {key: model for key, model in models.items() if model is not None}
 
     @property
-    def models(self) -> dict[str, ModelConfig]:
-        """The models that the run begins with, by role."""
-        return {role: self.model_of(role) for role in self.roles if ROLES[role].head is not None}
+    def models(self) -> dict[str, dict[str, ModelConfig]]:
+        """The models that the run computes here from its start, by role and key of the config."""
+        models = {role: self.models_of(role) for role in self.roles if ROLES[role].head is not None}
+        return {role: own for role, own in models.items() if own}
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """Roles whose models read the policy's trajectories as the tokens that they are."""
-        return tuple(role for role in self.roles if ROLES[role].has_versions and ROLES[role].computes)
+        """Roles that compute models here which read the policy's trajectories as the tokens that they are."""
+        computed = (role for role in self.roles if ROLES[role].has_versions and ROLES[role].computes)
+        return tuple(role for role in computed if self.models_of(role))
 
     def pool_of(self, role: str) -> str | None:
         """Returns the name of the pool that serves a role, or None for the driver's own process."""
-        if not self.pools:
+        if not self.pools or not self.models_of(role):  # servers are asked by the driver
             return None
         role = ROLES[role].placed_with or role
         if isinstance(self.placement, dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -110,6 +111,16 @@ class ModelConfig(Section):
         "{rope_type: yarn, factor: 4.0}}",
     )
 
+    @property
+    def is_served(self) -> bool:
+        """True if servers compute the model, and only its config and its tokenizer are needed here."""
+        return False
+
+    @property
+    def reads_text(self) -> bool:
+        """True if the model reads the policy's trajectories as text, and not as the tokens that they are."""
+        return False
+
     @model_validator(mode="after")
     def _args_may_be_set(self) -> Self:
         refuse(self.args, MODEL_REFUSED)
@@ -119,13 +130,83 @@ class ModelConfig(Section):
         return hash(self.model_dump_json())  # a dictionary among the values has no hash
 
 
-class TeacherConfig(ModelConfig):
+class TeacherServer(Section):
+    """Servers of a teacher, which the user runs."""
+
+    operational = frozenset(("urls", "timeout_s"))
+    type: Literal["server"] = "server"
+    urls: OneOrMore[str] = Field(
+        min_length=1, description="addresses of `vllm serve`, such as http://127.0.0.1:8000; each has the same model"
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="a server that does not answer for so long, in seconds, is asked again or left out"
+    )
+
+
+class OneTeacher(ModelConfig):
+    """A teacher."""
+
+    engine: TeacherServer | None = Field(
+        None,
+        description="null: the teacher is computed as actor.engine says; {type: server, urls: [...]}: servers compute "
+        "it, and path is needed for its config and tokenizer only",
+    )
+    align: Literal["tokens", "text"] = Field(
+        "tokens",
+        description="tokens: the teacher has the actor's vocabulary; text: it has its own, reads the messages by its "
+        "own chat template, and is compared over spans of equal text (divergence sampled)",
+    )
+
+    @property
+    def is_served(self) -> bool:
+        return self.engine is not None
+
+    @property
+    def reads_text(self) -> bool:
+        return self.align == "text"
+
+
+class TeacherConfig(OneTeacher):
+    path: str = Field("", description="Hugging Face model: a folder, or a name on the hub; empty with teacher.models")
+    models: dict[str, OneTeacher] = Field(
+        {},
+        description="in place of path: teachers by data_source of the prompt, of which the first that fits is asked; "
+        "* stands for any text, as in openai/*",
+    )
     top_k: int = Field(
         0,
         ge=0,
         description="most likely tokens that are stored with their log-probs for each response token; 0: only the "
         "log-prob of the token that was drawn",
     )
+
+    @property
+    def by_source(self) -> dict[str, OneTeacher]:
+        """The teachers by pattern of the data source; the first that fits is asked."""
+        return self.models or {"*": self}
+
+    @property
+    def by_key(self) -> dict[str, OneTeacher]:
+        """The teachers by key of the config."""
+        return {f"teacher.models.{source}": model for source, model in self.models.items()} or {"teacher": self}
+
+    def pattern_of(self, data_source: str) -> str | None:
+        """Returns the key of `by_source` of the teacher for a data source; None if there is none."""
+        fits = (name for name in self.by_source if name == data_source or fnmatchcase(data_source, name))
+        return next(fits, None)
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Self:
+        if not self.path and not self.models:
+            raise ValueError("path and models are both missing: set path")
+        own = [name for name in OneTeacher.model_fields if getattr(self, name) != _default(type(self), name)]
+        if self.models and own:
+            raise ValueError(f"{own[0]} and models are both set: move {own[0]} to the models that it is for")
+        return self
+
+
+def _default(section: type[Section], name: str) -> object:
+    return section.model_fields[name].get_default()
 
 
 class CurriculumConfig(Section):

@@ -309,11 +309,15 @@ def tokenize_prompt(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
 ) -> tuple[str, list[int]]:
     """Renders a prompt as text and tokens, without truncation. Without a chat template, the contents are joined."""
+    return tokenize_chat(prompt.chat(system_prompt), tokenizer, prompt.where)
+
+
+def tokenize_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> tuple[str, list[int]]:
+    """Renders messages as `tokenize_prompt` does a prompt."""
 
     def template(chat: Chat) -> str:
-        return render(chat, tokenizer, prompt.where, add_generation_prompt=True)
+        return render(chat, tokenizer, where, add_generation_prompt=True)
 
-    chat = prompt.chat(system_prompt)
     if tokenizer.chat_template:  # a template writes the special tokens itself
         written = render_contents(template, chat, tokenizer)
         return written.text, token_ids(written, tokenizer)

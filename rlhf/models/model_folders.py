@@ -16,13 +16,16 @@ from ratchet.rlhf.models.custom_code import code_files
 if TYPE_CHECKING:
     from ratchet.rlhf.config import ModelConfig
 
-WEIGHTS = ("*.safetensors", "config.json", "*.safetensors.index.json")
+CONFIG = "config.json"
+WEIGHTS = ("*.safetensors", CONFIG, "*.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
 """Files in a tokenizer's digest; another pattern would change the digests of stored runs."""
 OF_TOKENIZERS = (*TOKENIZER, "added_tokens.json", "*.tiktoken")
 """All files of tokenizers."""
 GENERATION_CONFIG = "generation_config.json"
-DOWNLOADED = [*WEIGHTS, *OF_TOKENIZERS, GENERATION_CONFIG, "*.jinja", "*.py"]
+WITHOUT_WEIGHTS = [CONFIG, *OF_TOKENIZERS, GENERATION_CONFIG, "*.jinja", "*.py"]
+"""Files of a model on the hub that are used if servers compute it."""
+DOWNLOADED = [*WEIGHTS, *WITHOUT_WEIGHTS]
 """Files of a model on the hub that are used."""
 
 
@@ -41,7 +44,8 @@ def model_folder(model: ModelConfig, key: str = "model", *, download: bool = Tru
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model.path, allow_patterns=DOWNLOADED, local_files_only=not download))
+        files = WITHOUT_WEIGHTS if model.is_served else DOWNLOADED
+        return Path(snapshot_download(model.path, allow_patterns=files, local_files_only=not download))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{key}.path {model.path} is not a local folder, and the download failed: {first}") from None
@@ -90,8 +94,9 @@ def _file_digest(path: Path, size: int, modified_ns: int) -> str:
 
 def initial_digest(model: ModelConfig, seed: int) -> str:
     """Returns the sha256 of a role's initial weights: the model's files, replaced fields of its config, and the
-    settings and seed of new adapters."""
-    base = files_digest(model_folder(model))
+    settings and seed of new adapters. Of a model that servers compute, the only such file is its config."""
+    # what servers compute is known by its config only
+    base = files_digest(model_folder(model), (CONFIG,) if model.is_served else WEIGHTS)
     if model.args:
         base = hashlib.sha256(f"{base} {json.dumps(model.args, sort_keys=True)}".encode()).hexdigest()
     if model.lora is None:

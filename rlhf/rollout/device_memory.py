@@ -109,10 +109,14 @@ def await_room(utilization: float) -> None:
             check_fits(utilization, total, {"tensors of this process": own, "other processes": total - free - own})
 
 
+def parameter_counts(models: Mapping[str, Mapping[str, ModelConfig]]) -> dict[str, int]:
+    """Returns the number of parameters of each role, which may have several models by key."""
+    return {role: sum(parameter_count(model_folder(model)) for model in own.values()) for role, own in models.items()}
+
+
 def check_config(config: RunConfig, vllm: VLLMConfig, roles: Iterable[str], total: float) -> None:
     """Raises UserError if vLLM does not fit beside the other models of its processes, before anything is loaded."""
-    models = {role: model for role, model in config.models.items() if role in roles}
-    counts = {role: parameter_count(model_folder(model)) for role, model in models.items()}
+    counts = parameter_counts({role: models for role, models in config.models.items() if role in roles})
     pool = config.pool_of("rollout")
     ranks = 1 if pool is None else config.pools[pool].workers
     check_fits(vllm.gpu_memory_utilization, total, resident(config, counts, ranks))

@@ -14,8 +14,7 @@ from ratchet.rlhf.config.sections import STEPS
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.activation_memory import Computation, DecoderSizes
 from ratchet.rlhf.models.hf_configs import model_config
-from ratchet.rlhf.models.model_folders import model_folder, parameter_count
-from ratchet.rlhf.rollout.device_memory import GIB, gradients, resident, width
+from ratchet.rlhf.rollout.device_memory import GIB, gradients, parameter_counts, resident, width
 from ratchet.rlhf.weights.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -39,14 +38,15 @@ class Models:
     @classmethod
     def of(cls, config: RunConfig) -> Models:
         """Reads them from the models' folders."""
-        sizes = {
-            role: DecoderSizes.of(model_config(model), is_policy=ROLES[role].head == "policy")
-            for role, model in config.models.items()
-        }
-        return cls(
-            {role: parameter_count(model_folder(model)) for role, model in config.models.items()},
-            {role: known for role, known in sizes.items() if known is not None},
-        )
+        sizes: dict[str, DecoderSizes] = {}
+        for role, models in config.models.items():
+            found = [
+                DecoderSizes.of(model_config(model), is_policy=ROLES[role].head == "policy")
+                for model in models.values()
+            ]
+            if known := [of_model for of_model in found if of_model is not None]:
+                sizes[role] = max(known, key=lambda of_model: of_model.layers * of_model.hidden)
+        return cls(parameter_counts(config.models), sizes)
 
 
 class ProcessMemory:

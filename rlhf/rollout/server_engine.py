@@ -10,15 +10,15 @@ import asyncio
 import random
 import secrets
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import httpx
-from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+import numpy as np
+import numpy.typing as npt
 
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.distributed import ranks
@@ -37,7 +37,7 @@ from ratchet.rlhf.rollout.engine import (
     seed_of,
     with_answers,
 )
-from ratchet.rlhf.rollout.server_requests import Ask, Away
+from ratchet.rlhf.rollout.server_requests import TRIES, Ask, Away, Servers, patiently
 from ratchet.rlhf.weights.weight_files import write_weights
 
 if TYPE_CHECKING:
@@ -46,14 +46,36 @@ if TYPE_CHECKING:
 
     from ratchet.rlhf.config.sections import Dtype
 
-T = TypeVar("T")
-AT_ONCE = 256
-"""Maximum number of concurrent requests per server."""
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
 REMEMBERED = 2**16
 """Prompts whose last server is remembered."""
 STREAM_INTERVAL = 16
 """Tokens per event of a server's stream: with a small model, an event costs more than a token."""
-TRIES = 5
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """A server's opinion of tokens of a text, at temperature 1 and in nats."""
+
+    log_probs: Float32
+    """Log-probs of the text's own tokens, shape (tokens,)."""
+    ids: Int32
+    """The most likely tokens, the most likely first, shape (tokens, k)."""
+    top_log_probs: Float32
+    """Their log-probs, shape (tokens, k)."""
+
+    @classmethod
+    def of(cls, text: Sequence[int], entries: Sequence[Mapping[str, Mapping[str, Any]]], top_k: int) -> TopTokens:
+        """Reads vLLM's `prompt_logprobs`: by token, of the most likely tokens and the text's own one."""
+        own = np.array([entry[str(token)]["logprob"] for token, entry in zip(text, entries, strict=True)], np.float32)
+        ids = np.zeros((len(text), top_k), np.int32)
+        log_probs = np.zeros((len(text), top_k), np.float32)
+        for row, entry in enumerate(entries):
+            top = sorted(((-value["logprob"], int(token)) for token, value in entry.items()))[:top_k]
+            ids[row] = [token for _, token in top]
+            log_probs[row] = [-negative for negative, _ in top]
+        return cls(own, ids, log_probs)
 
 
 class GenerationApi(Protocol):
@@ -129,20 +151,29 @@ class VLLMApi:
                 yield Chunk(tuple(choice["token_ids"]), tuple(log_probs), reason)
 
     async def log_probs_of(self, ask: Ask, text: Sequence[int]) -> list[float]:
+        return (await self.top_tokens_of(ask, text, 1, 0)).log_probs.tolist()
+
+    async def top_tokens_of(self, ask: Ask, text: Sequence[int], start: int, top_k: int) -> TopTokens:
+        """Computes log-probs of the tokens of a text from number `start` (at least 1) on, and of the `top_k` most
+        likely tokens there. Raises as `log_probs_of`."""
         body = {
             "model": await self._model(ask),
             "prompt": list(text),
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": top_k,
         }
         [choice] = (await ask("/v1/completions", body))["choices"]
-        entries = choice["prompt_logprobs"][1:]
-        return [float(entry[str(token)]["logprob"]) for token, entry in zip(text[1:], entries, strict=True)]
+        return TopTokens.of(text[start:], choice["prompt_logprobs"][start:], top_k)
+
+    async def card(self, ask: Ask) -> Mapping[str, Any]:
+        """Returns what a server says of its model. Raises as `log_probs_of`."""
+        card: Mapping[str, Any] = (await ask("/v1/models"))["data"][0]
+        return card
 
     async def _model(self, ask: Ask) -> str:
         if ask.url not in self.models:
-            self.models[ask.url] = (await ask("/v1/models"))["data"][0]["id"]
+            self.models[ask.url] = str((await self.card(ask))["id"])
         return self.models[ask.url]
 
     async def load(self, ask: Ask, folder: Path) -> None:
@@ -341,12 +372,8 @@ class ServerRollout(RolloutEngine):
         self.api = APIS[api](tokenizer)
         self.eos, self.weights_folder, self.model_folder = eos_token_ids, weights_folder, model_folder
         self.dtype: Dtype = dtype
-        # `_server` bounds the number of requests
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE * len(urls))
-        timeout = httpx.Timeout(timeout_s, read=None)  # `Ask.events` watches the progress
-        self.client = httpx.AsyncClient(timeout=timeout, limits=limits)
-        self.servers = [Ask(self.client, url.rstrip("/"), timeout_s) for url in urls]
-        self._room = asyncio.Condition()
+        self._servers = Servers(urls, timeout_s)
+        self.servers = self._servers.all
         self._served: dict[tuple[int, ...], Ask] = {}
         """The server that last got a prompt, which it may have cached."""
         self._loads = 0
@@ -378,28 +405,16 @@ class ServerRollout(RolloutEngine):
     @asynccontextmanager
     async def _server(self, request: Request) -> AsyncIterator[Ask]:
         """Waits for a server with room: the one that has the prompt, or the one with the fewest requests."""
-        async with self._room:
-            await self._room.wait_for(lambda: any(server.running < AT_ONCE for server in self.servers))
-            # servers that failed come last until they answer again
-            server = min(self.servers, key=lambda server: (server.failures, server.running))
-            cached = self._served.get(request.prompt_ids)
-            # the server that has this prompt in its cache is preferred over the least busy one
-            if cached is not None and cached.failures <= server.failures and cached.running < AT_ONCE:
-                server = cached
+        # the server that has this prompt in its cache is preferred over the least busy one
+        async with self._servers.one(lambda: self._served.get(request.prompt_ids)) as server:
             self._served[request.prompt_ids] = server
             if len(self._served) > REMEMBERED:
                 self._served.pop(next(iter(self._served)))  # the oldest
-            server.running += 1
-        try:
             yield server
-        finally:
-            async with self._room:
-                server.running -= 1
-                self._room.notify_all()
 
     def from_each(self, request: Request, sampling: Sampling) -> dict[str, Generation]:
         """Sends the same request to every server; returns their responses by URL. Raises EngineLost."""
-        return self._each(partial(self._whole, request, sampling))
+        return self._servers.each(partial(self._whole, request, sampling))
 
     def score(self, texts: Sequence[Sequence[int]], drawn: int) -> dict[str, list[Scored]]:
         requests, sampling = canary_requests(texts, drawn)
@@ -409,19 +424,11 @@ class ServerRollout(RolloutEngine):
             joint = with_answers(texts, answers)
             return scored_of(texts, answers, [await self.api.log_probs_of(server, text) for text in joint])
 
-        return self._each(scored)
+        return self._servers.each(scored)
 
     async def _whole(self, request: Request, sampling: Sampling, server: Ask) -> Generation:
         seed = seed_of(request, sampling)
         return joined([chunk async for chunk in self.api.stream(server, request, sampling, seed, self.eos)])
-
-    def _each(self, ask: Callable[[Ask], Awaitable[T]]) -> dict[str, T]:
-        """Asks every server; returns the answers by URL. Raises EngineLost."""
-
-        async def all_answers() -> list[T]:
-            return await event_loop.gather([_patiently(partial(ask, server)) for server in self.servers])
-
-        return {server.url: answer for server, answer in zip(self.servers, event_loop.run(all_answers()), strict=True)}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], adapter_config: bytes | None = None) -> int:
         """Replaces the weights of all servers; see `RolloutEngine.load_weights`."""
@@ -459,7 +466,7 @@ class ServerRollout(RolloutEngine):
         from ratchet.rlhf.weights.broadcast import LinkLost
 
         try:
-            link = event_loop.run(_patiently(partial(SGLangLink.connect, self.servers)))
+            link = event_loop.run(patiently(partial(SGLangLink.connect, self.servers)))
             try:
                 sent = link.send(weights, getattr(torch, self.dtype))
                 event_loop.run(link.finish())
@@ -481,7 +488,7 @@ class ServerRollout(RolloutEngine):
                     shutil.copy(self.model_folder / name, folder / name)
 
         async def load() -> None:
-            await event_loop.gather([_patiently(partial(self.api.load, server, folder)) for server in self.servers])
+            await event_loop.gather([patiently(partial(self.api.load, server, folder)) for server in self.servers])
 
         try:
             event_loop.run(load())
@@ -494,7 +501,7 @@ class ServerRollout(RolloutEngine):
 
     def close(self) -> None:
         """Closes the connections; the servers keep running."""
-        event_loop.run(self.client.aclose())
+        self._servers.close()
 
 
 def _continued(request: Request, sampling: Sampling, chunk: Chunk) -> Request:
@@ -506,18 +513,3 @@ def _continued(request: Request, sampling: Sampling, chunk: Chunk) -> Request:
         generated_tokens=request.generated_tokens + length,
         max_tokens=limit_of(request, sampling) - length,
     )
-
-
-async def _patiently(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Retries while a server is away. Raises EngineLost after `TRIES` attempts."""
-    try:
-        async for retry in AsyncRetrying(
-            retry=retry_if_exception_type(Away),
-            stop=stop_after_attempt(TRIES),
-            wait=wait_random_exponential(multiplier=0.2, max=10),
-        ):
-            with retry:
-                return await attempt()
-    except RetryError as error:
-        raise EngineLost(str(error.last_attempt.exception())) from None
-    raise AssertionError("unreachable")

@@ -1,17 +1,26 @@
-"""Requests to a server over HTTP, answered at once or by a stream of events."""
+"""Requests to servers over HTTP, answered at once or by a stream of events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import httpx
+from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from ratchet.rlhf.errors import UserError
+from ratchet.rlhf import event_loop
+from ratchet.rlhf.errors import EngineLost, UserError
+
+T = TypeVar("T")
+AT_ONCE = 256
+"""Maximum number of concurrent requests per server."""
+TRIES = 5
 
 
 class Away(Exception):
@@ -87,3 +96,79 @@ class Ask:
         if answer.status_code >= 500 or answer.status_code == 429:
             raise Away(f"{self.url}{path} answered {answer.status_code}: {text[:200]}")
         raise UserError(f"{self.url}{path} answered {answer.status_code}: {text[:300]}")
+
+
+class Servers:
+    """Servers with the same model, over which requests are distributed."""
+
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        """Takes base URLs, and the seconds without progress after which a server counts as unavailable; sends
+        nothing."""
+        # `one` bounds the number of requests
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE * len(urls))
+        timeout = httpx.Timeout(timeout_s, read=None)  # `Ask.events` watches the progress
+        self._client = httpx.AsyncClient(timeout=timeout, limits=limits)
+        self.all = [Ask(self._client, url.rstrip("/"), timeout_s) for url in urls]
+        self._room = asyncio.Condition()
+
+    @asynccontextmanager
+    async def one(self, preferred: Callable[[], Ask | None] = lambda: None) -> AsyncIterator[Ask]:
+        """Waits for a server with room: the one with the fewest requests, or the one that `preferred` returns then, if
+        it is as healthy."""
+        async with self._room:
+            await self._room.wait_for(lambda: any(server.running < AT_ONCE for server in self.all))
+            # servers that failed come last until they answer again
+            server = min(self.all, key=lambda server: (server.failures, server.running))
+            chosen = preferred()
+            if chosen is not None and chosen.failures <= server.failures and chosen.running < AT_ONCE:
+                server = chosen
+            server.running += 1
+        try:
+            yield server
+        finally:
+            async with self._room:
+                server.running -= 1
+                self._room.notify_all()
+
+    async def any(self, ask: Callable[[Ask], Awaitable[T]]) -> T:
+        """Asks one of the servers, and others if it is away; returns the answer. Raises EngineLost after `TRIES`
+        attempts."""
+
+        async def attempt() -> T:
+            async with self.one() as server:
+                try:
+                    answer = await ask(server)
+                except Away:
+                    server.failures += 1
+                    raise
+                server.failures = 0
+                return answer
+
+        return await patiently(attempt)
+
+    def each(self, ask: Callable[[Ask], Awaitable[T]]) -> dict[str, T]:
+        """Asks every server; returns the answers by URL. Raises EngineLost."""
+
+        async def all_answers() -> list[T]:
+            return await event_loop.gather([patiently(partial(ask, server)) for server in self.all])
+
+        return {server.url: answer for server, answer in zip(self.all, event_loop.run(all_answers()), strict=True)}
+
+    def close(self) -> None:
+        """Closes the connections; the servers keep running."""
+        event_loop.run(self._client.aclose())
+
+
+async def patiently(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Retries while a server is away. Raises EngineLost after `TRIES` attempts."""
+    try:
+        async for retry in AsyncRetrying(
+            retry=retry_if_exception_type(Away),
+            stop=stop_after_attempt(TRIES),
+            wait=wait_random_exponential(multiplier=0.2, max=10),
+        ):
+            with retry:
+                return await attempt()
+    except RetryError as error:
+        raise EngineLost(str(error.last_attempt.exception())) from None
+    raise AssertionError("unreachable")

@@ -11,7 +11,6 @@ import numpy as np
 from ratchet.rlhf.data.chat_turns import Rendered, Tokens, token_ids, tokens
 from ratchet.rlhf.data.formats import Chat
 from ratchet.rlhf.data.prompts import beginning, with_response
-from ratchet.rlhf.data.responses import around_turns
 from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.train.micro_batches import deal
@@ -173,12 +172,3 @@ def step_ends(response: str, separator: str) -> list[int]:
             ends.append(end)
         begin = end
     return ends
-
-
-def text_lengths(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Returns the number of characters up to and including each token, with a fast tokenizer."""
-    from tokenizers.decoders import DecodeStream
-
-    stream, left_out = DecodeStream(skip_special_tokens=False), around_turns(tokenizer)
-    backend = tokenizer.backend_tokenizer
-    return np.cumsum([0 if token in left_out else len(stream.step(backend, token) or "") for token in ids])

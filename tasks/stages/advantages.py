@@ -99,7 +99,9 @@ def advantages(context: Context[AdvantagesConfig]) -> ShardOutput[ShardSummary]:
         teacher = batch.padded("teacher_log_probs").double()
         metrics["actor/teacher_kl"] = float(((old - teacher) * drawn).sum() / drawn.sum())
         if not config.distillation.in_loss:
-            estimates = estimates + config.distillation(old, teacher, drawn)
+            has_spans = batch.array("teacher_spans").null_count < len(batch)
+            spans = batch.padded("teacher_spans").long() if has_spans else None
+            estimates = estimates + config.distillation(old, teacher, drawn, spans)
         # the teacher scores every trajectory of the policy, whatever its reward
         teaches, loss_mask = teaches | ~by_expert, torch.maximum(loss_mask, drawn)
     estimates = estimates.where(~is_supervised[:, None], mask)  # an advantage of 1: supervised learning
@@ -396,7 +398,7 @@ ADVANTAGES = RowsStage(
         "turn_values": ("turn_values",),
         "old_log_probs": ("old_log_probs", "entropy", "sum_pi_squared"),
         "ref_log_probs": ("ref_log_probs",),
-        "teacher_log_probs": ("teacher_log_probs",),
+        "teacher_log_probs": ("teacher_log_probs", "teacher_spans"),
         "values": ("values",),
     },
     outside=("advantage",),

@@ -10,10 +10,10 @@ from ratchet.infra.workers.calls import C, Context, ShardOutput, ShardSummary
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.sections import ClassifierConfig
+from ratchet.rlhf.data.equal_text import text_lengths
 from ratchet.rlhf.data.prompts import stored_chat
 from ratchet.rlhf.schema import TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
-from ratchet.rlhf.train.reward_engine import text_lengths
 from ratchet.tasks.stage import RowsStage
 
 

@@ -28,7 +28,7 @@ def teacher_log_probs(context: Context[TeacherLogProbsConfig]) -> ShardOutput[Sh
         top_k=config.teacher.top_k,
     )
     columns = {"trajectory_id": batch.array("trajectory_id"), "teacher_log_probs": outputs["log_probs"]}
-    columns |= {f"teacher_{name}": outputs.get(name, [None] * len(batch)) for name in TOP_K}
+    columns |= {f"teacher_{name}": outputs.get(name, [None] * len(batch)) for name in ("spans", *TOP_K)}
     return ShardOutput(TrajectoryBatch.of(columns), ShardSummary())
 
 
@@ -41,7 +41,10 @@ TEACHER_LOG_PROBS = RowsStage(
     label="teacher",
     config=TeacherLogProbsConfig,
     exists=exists,
-    reads={"generate": ("prompt_ids", "response_ids"), "select": ()},
+    reads={
+        "generate": ("prompt_ids", "response_ids", "data_source", "messages", "tools", "finish_reason"),
+        "select": (),
+    },
     writes=TRAJECTORY.of("teacher_log_probs"),
     compute=teacher_log_probs,
     summary=ShardSummary,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ratchet.tasks.fingerprints import check_open_iteration
 from tests import tiny
 from tests.history import History
 from tests.processes import Processes
+from tests.unit.test_equal_text import byte_level
 
 
 @pytest.fixture
@@ -233,6 +235,73 @@ def test_what_does_not_fit_is_said(workspace: Path, changes: dict[str, Any], say
         tiny.config(workspace, **changes)
 
 
+def test_a_teacher_of_another_vocabulary_is_compared_by_texts(
+    workspace: Path, tmp_path: Path, teacher: Path, prefect_server: str
+) -> None:
+    """The same teacher with its letters in another order teaches the same."""
+    order = tiny.LETTERS[::-1]
+    other = tiny.model_folder(tmp_path / "other", hidden=16, seed=5, letters=order)
+    weights = load_file(teacher / "model.safetensors")
+    rows = [0, 1, 2, *(3 + tiny.LETTERS.index(letter) for letter in order)]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][rows].clone()
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    changes = learns_from(teacher, algorithm__distillation={}, train__iterations=1)
+    teachers = {"tokens": {"path": str(teacher)}, "text": {"path": str(other), "align": "text"}}
+    frames = {}
+    for align, chosen in teachers.items():
+        changes["teacher"] = {"dtype": "float32", **chosen}
+        config, run = run_of(workspace, tmp_path, align, **changes)
+        History.of(config).check_sound()
+        frames[align] = run.trajectories()
+    assert frames["tokens"]["teacher_spans"].isna().all()
+    shifts = []
+    for ours, theirs in zip(frames["text"].to_dict("records"), frames["tokens"].to_dict("records"), strict=True):
+        assert ours["response"] == theirs["response"]
+        if len(ours["response"]) < len(ours["response_ids"]) - (ours["finish_reason"] == "stop"):
+            continue  # it has special tokens, which are no text
+        if "<unk>" in ours["response"]:
+            continue  # which the teacher spells in letters
+        assert ours["teacher_spans"].tolist() == list(range(len(ours["response_ids"])))
+        np.testing.assert_allclose(ours["teacher_log_probs"], theirs["teacher_log_probs"], atol=1e-4)
+        shifts += (ours["advantages"] - theirs["advantages"]).tolist()
+    assert len(shifts) > 40
+    assert np.ptp(shifts) < 1e-3, "the mean over all tokens is subtracted"
+
+
+def test_a_teacher_with_longer_tokens_teaches_spans(workspace: Path, tmp_path: Path, prefect_server: str) -> None:
+    words = [first + second for first in tiny.LETTERS for second in tiny.LETTERS]
+    folder = tiny.model_folder(tmp_path / "pairs", hidden=16, seed=5, vocabulary=600)
+    pairs = byte_level(words * 3, 600)
+    pairs.save_pretrained(folder)
+    changes = learns_from(folder, algorithm__distillation={}, actor__lr=1e-2, train__iterations=6)
+    changes["teacher"] = {"path": str(folder), "dtype": "float32", "align": "text"}
+    config, run = run_of(workspace, tmp_path, "pairs", **changes)
+    History.of(config).check_sound()
+    distance = run.metrics()["actor/teacher_kl"].tolist()
+    assert distance[-1] < distance[0], distance
+    rows, model = run.trajectories(0), AutoModelForCausalLM.from_pretrained(folder)
+    differences, shorter = [], 0
+    for row in rows.to_dict("records"):
+        # the whole answer has the log-prob that the teacher gives to its own tokens of it
+        [message] = json.loads(row["messages"])
+        ends = [1] if row["finish_reason"] == "stop" else []
+        response = [*pairs(row["response"], add_special_tokens=False)["input_ids"], *ends] or [1]
+        prompt = pairs(message["content"])["input_ids"]
+        with torch.no_grad():
+            log_probs = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        own = log_probs.gather(-1, torch.tensor(response)[:, None]).sum().item()
+        assert row["teacher_log_probs"].sum() == pytest.approx(own, abs=1e-3)
+        shorter += len(response) < len(row["response_ids"])
+        spans = row["teacher_spans"]
+        by_span = np.bincount(spans, weights=row["teacher_log_probs"] - row["old_log_probs"])
+        differences.append(by_span[spans])
+    assert shorter > 2, "the teacher has pairs of letters"
+    mean = np.concatenate(differences).mean()
+    for row, difference in zip(rows.to_dict("records"), differences, strict=True):
+        np.testing.assert_allclose(row["advantages"], difference - mean, rtol=1e-4, atol=1e-4)
+
+
 def test_a_teacher_of_another_vocabulary_is_refused_at_the_start(workspace: Path, tmp_path: Path) -> None:
     other = tiny.model_folder(tmp_path / "other", letters=tiny.LETTERS[::-1])
     config = tiny.config(
@@ -241,7 +310,8 @@ def test_a_teacher_of_another_vocabulary_is_refused_at_the_start(workspace: Path
         teacher={"path": str(other), "dtype": "float32"},
         algorithm__distillation={},
     )
-    with pytest.raises(UserError, match=r"has another vocabulary .* choose a teacher of the same family"):
+    says = r"has another vocabulary .* choose a teacher of the same family, or set teacher.align=text"
+    with pytest.raises(UserError, match=says):
         check_start(config, take_over=True, accept_changes=False, check=check_open_iteration)
 
 

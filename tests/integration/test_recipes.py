@@ -36,6 +36,7 @@ MORE = {
     "dapo": {"select", "old_log_probs"},
     "egpo": {"old_log_probs"},
     "sentences/grpo": set(),
+    "distill/distill": {"teacher_log_probs"},
     "word_problems/grpo": set(),
     "reward_model/ppo": {"reward_model", "old_log_probs", "ref_log_probs", "values", "update_critic"},
 }
@@ -65,6 +66,7 @@ def recipe(name: str, workspace: Path, store: Path) -> RunConfig:
         "rollout.max_response_tokens": 8,
         "rollout.prompts_per_shard": 2,
         **rewards,
+        **({} if config.teacher is None else {"teacher.path": str(workspace / "model")}),
         "algorithm": algorithm,
         "validation": {},
         "train.iterations": 2,

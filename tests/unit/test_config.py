@@ -172,6 +172,12 @@ WRONG = [
     ("teacher={path: t, top_k: 8}; algorithm.distillation={}; actor.engine={type: fsdp, tensor_parallel: 2}; pools={gpus: {workers: 2}}", "teacher.top_k is not supported yet by actor.engine.tensor_parallel, whose processes have a part of the vocabulary each: set teacher.top_k=0 with algorithm.distillation.divergence=sampled, or another actor.engine"),  # noqa: E501
     ("algorithm.advantage=none", "algorithm.advantage none leaves nothing to learn from: set algorithm.distillation, or another advantage"),  # noqa: E501
     ("teacher={path: t, lora: {}}; algorithm.distillation={}", "teacher.lora is set, but the teacher does not learn: remove it"),  # noqa: E501
+    ("teacher={path: t, engine: {urls: 'http://a:1'}}; algorithm.distillation={}; rollout.temperature=0.5", "teacher.engine server gives log-probs at temperature 1, and rollout.temperature is 0.5: set it to 1, or remove teacher.engine"),  # noqa: E501
+    ("teacher={models: {a: {path: t, engine: {urls: 'http://a:1'}, dtype: float32}}}; algorithm.distillation={}", "teacher.models.a.dtype is set, but servers compute the teacher: set it there, and remove it here"),  # noqa: E501
+    ("teacher={path: t, align: text, top_k: 4}; algorithm.distillation={}", "teacher.align text compares log-probs of whole texts, and teacher.top_k asks for other tokens: set teacher.top_k=0 with algorithm.distillation.divergence=sampled"),  # noqa: E501
+    ("teacher={path: t, align: text}; algorithm.distillation={}; rollout.environment=calculator", "teacher.align text reads a prompt and its answer, and a rollout.environment or a rollout.agent has more turns"),  # noqa: E501
+    ("teacher={top_k: 4}; algorithm.distillation={}", "teacher: path and models are both missing: set path"),
+    ("teacher={path: t, models: {a: u}}; algorithm.distillation={}", "teacher: path and models are both set: move path to the models that it is for"),  # noqa: E501
     ("reward.function=null", "reward.function names no function: set a function"),
     ("rollout.agent=a.py:run; rollout.environment=calculator", "rollout.agent and rollout.environment are both set"),
     ("rollout.agent=a.py:run; reward.model={path: m, kind: process}", "reward.model.kind process scores the steps of one response"),  # noqa: E501

@@ -511,6 +511,19 @@ def test_verls_distillation_has_a_teacher_and_no_estimator(tmp_path: Path) -> No
     assert config.algorithm.loss.clip_ratio_high == 0.2, "the loss of the distillation has bounds of its own"  # type: ignore[union-attr]
 
 
+def test_verls_teachers_keep_their_data_sources(tmp_path: Path) -> None:
+    prefix = "+distillation.teacher_models"
+    several = [setting for setting in DISTILLATION if "teacher_models" not in setting]
+    several += [f"{prefix}.math.key=openai/gsm8k", f"{prefix}.math.model_path=Qwen/Qwen3-32B"]
+    several += [f"{prefix}.code.model_path=Qwen/Qwen3-8B"]
+    config = convert(script(tmp_path, *QUICKSTART, *several, f"{prefix}.code.key=taco"), "verl").config()
+    assert config.teacher is not None
+    found = {source: model.path for source, model in config.teacher.by_source.items()}
+    assert found == {"openai/gsm8k": "Qwen/Qwen3-32B", "taco": "Qwen/Qwen3-8B"}
+    with pytest.raises(UserError, match=r"teacher_models.code has no key, and there are 2 models: set the data_source"):
+        convert(script(tmp_path, *QUICKSTART, *several), "verl")
+
+
 def test_arguments_of_vllm_are_passed_on(tmp_path: Path) -> None:
     prefix = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     given = [f"{prefix}.kv_cache_dtype=fp8", f"+{prefix}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY"]

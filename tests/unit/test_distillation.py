@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ratchet.rlhf.algorithms.distillation import Distillation, Divergence
 from ratchet.rlhf.models.token_outputs import log_probs_of_top
+from ratchet.rlhf.rollout.scoring_servers import NO_MASS, ROUNDING, tail_of
+from ratchet.rlhf.rollout.server_engine import TopTokens
 
 LOSSES: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd")
 
@@ -128,3 +130,20 @@ def test_64_tokens_of_a_peaked_teacher_have_the_gradient_of_the_vocabulary(diver
     few = over_top(Distillation(divergence=divergence), student, teacher, 4).sum()
     (of_few,) = torch.autograd.grad(few, student)
     assert (of_few - expected).norm() > 0.05 * expected.norm(), "four tokens are too few"
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0, 20.0])
+@pytest.mark.parametrize("k", [1, 8, 40])
+def test_the_rest_of_a_served_teacher_is_that_of_a_teacher_here(scale: float, k: int) -> None:
+    """As far as log-probs in float32 tell it: what is left below their rounding is not known."""
+    _, teacher = pair(0, vocabulary=40, tokens=30, scale=scale)
+    drawn = torch.arange(30)
+    own, _, top, tail = log_probs_of_top(teacher * 1.0, drawn, ids := teacher.topk(k).indices, 1.0, entropy=False)
+    assert top is not None and tail is not None
+    found = tail_of(TopTokens(own.numpy(), ids.int().numpy(), top.numpy()), drawn.tolist(), 40)
+    known = tail > np.log(ROUNDING)
+    np.testing.assert_allclose(np.exp(found), tail.exp().numpy(), atol=2 * ROUNDING)
+    np.testing.assert_allclose(found[known], tail[known].numpy(), atol=1.0)
+    assert k < 40 or (found == NO_MASS).all(), "there is no rest"
+    is_other = (ids != drawn[:, None]).all(-1)
+    assert (found[is_other] >= own[is_other].numpy() - 1e-4).all(), "the drawn token is a part of the rest"

@@ -17,11 +17,11 @@ from ratchet.infra.workers.resources import Resources
 from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.data.countdown_dataset import solutions
+from ratchet.rlhf.data.equal_text import text_lengths
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.rollout.engine import Chunk
-from ratchet.rlhf.train.reward_engine import text_lengths
 from ratchet.tasks.stages.generate import GENERATE, GenerateConfig
 from ratchet.tasks.stages.greedy_baseline import GREEDY_BASELINE, GreedyBaselineConfig, begin
 from ratchet.tasks.stages.score import SCORE, ScoreConfig

@@ -13,12 +13,13 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from examples.countdown.model import build_tokenizer
 from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.config import RewardModelConfig, parse_config
+from ratchet.rlhf.data.equal_text import text_lengths
 from ratchet.rlhf.data.formats import Chat, Message
 from ratchet.rlhf.data.prompts import with_response
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.loading import load_critic, load_reward_model, load_scorer
 from ratchet.rlhf.models.tokenizers import load_tokenizer
-from ratchet.rlhf.train.reward_engine import RewardEngine, step_ends, text_lengths
+from ratchet.rlhf.train.reward_engine import RewardEngine, step_ends
 from ratchet.tasks.pipeline import names_of
 from tests import tiny
 

@@ -9,6 +9,7 @@ from ratchet.infra.execution.preflight.mistakes import check_all
 from ratchet.infra.execution.preflight.models import check_models
 from ratchet.infra.execution.preflight.packages import check_packages
 from ratchet.infra.execution.preflight.prompts import check_files, check_metric
+from ratchet.infra.execution.preflight.teachers import check_servers, check_sources
 from ratchet.infra.progress import note
 from ratchet.rlhf.agents.agent import check_agent
 from ratchet.rlhf.config import RunConfig
@@ -38,6 +39,7 @@ def check_inputs(config: RunConfig) -> None:
         partial(check_packages, config),
         partial(check_engine_args, config),
         partial(_check_server, config),
+        partial(check_servers, config),
         partial(check_rewards, config.reward, greedy),
         *(
             []
@@ -64,6 +66,7 @@ def check_inputs(config: RunConfig) -> None:
             "leave out reasoning): the policy sees and learns from what it wrote"
         )
     _check_reward_model(config)
+    check_sources(config)
     # prompts are tried once the rest is right
     check_files(
         paths,

@@ -8,6 +8,7 @@ from functools import cache, partial
 
 from ratchet.infra.execution.preflight.mistakes import check_all, refuse
 from ratchet.infra.execution.preflight.packages import is_installed
+from ratchet.infra.execution.preflight.teachers import check_teachers
 from ratchet.infra.progress import note
 from ratchet.rlhf.config import ModelConfig, RunConfig
 from ratchet.rlhf.config.engines import HFConfig, MegatronConfig, VLLMConfig
@@ -23,7 +24,7 @@ from ratchet.rlhf.models.hf_configs import (
     text_config,
 )
 from ratchet.rlhf.models.model_folders import check_weights, model_folder
-from ratchet.rlhf.models.tokenizers import check_embeddings, load_tokenizer
+from ratchet.rlhf.models.tokenizers import check_embeddings
 
 USUAL_HEADS = (32, 64, 96, 128, 256)
 """Sizes of attention heads that vLLM supports everywhere; asking it takes 10 to 25 s."""
@@ -34,9 +35,11 @@ LONGEST_MASK = 32_768
 def check_models(config: RunConfig) -> None:
     """Checks the files and architectures of the models, and that they can read the trajectories."""
     for key, model in config.named_models.items():
-        check_weights(model_folder(model, key), key)
-        say_attention(model)
-    readers = [config.model_of(role) for role in config.readers]
+        folder = model_folder(model, key)
+        if not model.is_served:
+            check_weights(folder, key)
+            say_attention(model)
+    readers = [model for role in config.readers for model in config.models_of(role).values()]
     critics = [role for role in config.readers if is_critic(role)]
     check_all(
         partial(_check_policy, config),
@@ -46,9 +49,9 @@ def check_models(config: RunConfig) -> None:
         *(partial(_check_megatron, config, role) for role in config.readers),
         *(partial(_check_packing, config, owner) for owner in config.trainers),
         *(partial(_check_sequence_parallel, config, role) for role in config.readers),
-        partial(_check_vocabulary, config),
+        *([] if config.teacher is None else [partial(check_teachers, config.model, config.teacher)]),
         partial(check_lengths, config),
-        partial(check_embeddings, config.model, *readers),
+        partial(check_embeddings, config.model, *(model for model in readers if not model.reads_text)),
         *([] if config.reward.model is None else [partial(check_embeddings, config.reward.model, config.reward.model)]),
         *(
             partial(check_architecture, config.model_of(role), ROLES[role].model_key, is_critic=True)
@@ -83,8 +86,9 @@ def _check_sequence_parallel(config: RunConfig, role: str) -> None:
 
     owner, engine = ROLES[role].section, config.trainer_of(role).engine
     size = engine.teams.get("sequence_parallel", 1)
-    if size > 1 and (reason := refusal(text_config(config.model_of(role)), size)):
-        raise UserError(f"{owner}.engine: sequence_parallel {reason}: remove {owner}.engine.sequence_parallel")
+    for model in config.models_of(role).values() if size > 1 else ():
+        if reason := refusal(text_config(model), size):
+            raise UserError(f"{owner}.engine: sequence_parallel {reason}: remove {owner}.engine.sequence_parallel")
 
 
 def _check_heads(config: RunConfig) -> None:
@@ -132,12 +136,15 @@ def _check_packing(config: RunConfig, owner: str) -> None:
     trainer = config.trainers[owner]
     if trainer.packing is not True or trainer.micro_batch_tokens <= LONGEST_MASK:
         return
-    computed = {role: config.model_of(role) for role in config.readers if ROLES[role].section == owner}
     masked = [
         role
-        for role, model in computed.items()
-        if attention_of(model)[0] == "eager"
-        or (model.attention == "sdpa" and attention_kinds(text_config(model)) != {"full_attention"})
+        for role in config.readers
+        if ROLES[role].section == owner
+        and any(
+            attention_of(model)[0] == "eager"
+            or (model.attention == "sdpa" and attention_kinds(text_config(model)) != {"full_attention"})
+            for model in config.models_of(role).values()
+        )
     ]
     if masked:
         size, longest = trainer.micro_batch_tokens, config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -155,31 +162,16 @@ def _check_megatron(config: RunConfig, role: str) -> None:
     owner, engine = ROLES[role].section, config.trainer_of(role).engine
     if isinstance(engine, MegatronConfig):
         place = Place(tensors=engine.tensor_parallel, stages=engine.pipeline_parallel, experts=engine.expert_parallel)
-        if reason := refusal(text_config(config.model_of(role)), place):
-            raise UserError(f"{owner}.engine megatron cannot compute the {role}: {reason}")
-
-
-def _check_vocabulary(config: RunConfig) -> None:
-    """Checks that the teacher has the policy's vocabulary, and enough tokens for `teacher.top_k`."""
-    if config.teacher is None:
-        return
-    size = text_config(config.teacher).vocab_size
-    if config.teacher.top_k > size:
-        raise UserError(
-            f"teacher.top_k is {config.teacher.top_k}, more than the {size} tokens of its vocabulary: lower it"
-        )
-    own, other = (load_tokenizer(model).get_vocab() for model in (config.model, config.teacher))
-    if differs := next((token for token in own if other.get(token) != own[token]), None):
-        raise UserError(
-            f"teacher {config.teacher.path} has another vocabulary than {config.model.path}: the token {differs!r:.40} "
-            f"is {other.get(differs, 'none')} there, and {own[differs]} here: choose a teacher of the same family"
-        )
+        for model in config.models_of(role).values():
+            if reason := refusal(text_config(model), place):
+                raise UserError(f"{owner}.engine megatron cannot compute the {role}: {reason}")
 
 
 def check_lengths(config: RunConfig) -> None:
     """Raises `UserError` if a model cannot read a longest prompt with its longest response."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    models = [config.model_of(role) for role in config.readers]
+    roles = (role for role in config.roles if ROLES[role].has_versions and ROLES[role].computes)
+    models = [model for role in roles for model in config.all_models_of(role).values() if not model.reads_text]
     limits = {model.path: longest_sequence(model) for model in models}
     refuse(
         f"data.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} is {prompt + response}, but "

@@ -16,7 +16,7 @@ def check_packages(config: RunConfig) -> None:
     in."""
     engines = {trainer.engine.type: trainer.engine for trainer in config.trainers.values()}
     rollout = config.rollout.engine
-    adapts = any(model.lora is not None for model in config.models.values())
+    adapts = any(model.lora is not None for models in config.models.values() for model in models.values())
     without_gpu = list(_without_gpu(config))
     mistakes, unusable = [mistake for _, mistake in without_gpu], {package for package, _ in without_gpu}
     for key, asked, package, extra in (
@@ -62,7 +62,7 @@ def _without_gpu(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _has_liger(config: RunConfig) -> bool:
-    return any(model.kernels == "liger" for model in config.models.values())
+    return any(model.kernels == "liger" for models in config.models.values() for model in models.values())
 
 
 def _trains_on_gpus(config: RunConfig) -> bool:

@@ -86,14 +86,18 @@ def _distillation(settings: Settings) -> Converted:
         raise UserError(
             f"{DISTILLATION}.use_policy_gradient is false: algorithm.distillation is an advantage; set true"
         )
-    models = {key: value for key, value in settings.given.items() if key.startswith(prefix) and value is not None}
-    teachers = sorted({str(value) for key, value in models.items() if key.endswith(".model_path")})
-    if len(teachers) != 1:
+    models = {key: str(value) for key, value in settings.given.items() if key.startswith(prefix) and value is not None}
+    paths = {key.rpartition(".")[0]: path for key, path in models.items() if key.endswith(".model_path")}
+    if not paths:
+        raise UserError("distillation.teacher_models has no model_path: set it")
+    if without := [name for name in paths if f"{name}.key" not in models] if len(paths) > 1 else []:
         raise UserError(
-            f"distillation.teacher_models has {len(teachers)} models ({', '.join(teachers)}): teacher.path is one "
-            "model; keep one"
+            f"{without[0]} has no key, and there are {len(paths)} models: set the data_source that it is for"
         )
-    converted: dict[str, Value | Assumed] = {"teacher.path": teachers[0]}
+    if len(paths) == 1:
+        converted: dict[str, Value | Assumed] = {"teacher.path": next(iter(paths.values()))}
+    else:
+        converted = {"teacher.models": {models[f"{name}.key"]: {"path": path} for name, path in paths.items()}}
     if _distills_alone(settings):
         converted["algorithm.distillation.coef"] = 1.0
     else:
@@ -905,7 +909,7 @@ _REFUSED = (
     ),
     refused("critic.enable", "algorithm.adv_estimator decides: remove it"),
     refused(f"{DISTILLATION}.policy_loss_mode", "the loss is ppo: set vanilla", unless=("vanilla",)),
-    refused("distillation.teacher_key", "there is one teacher: remove it", unless=("data_source",)),
+    refused("distillation.teacher_key", "teacher.models go by data_source: set it", unless=("data_source",)),
     refused("trainer.val_only", "this converts trainings: `ratchet evaluate` only measures"),
     refused("trainer.v1.trainer_mode", "see rollout.mode, and set sync", unless=("sync",)),
     refused("trainer.v1.sampler.custom_sampler.*", "prompts are drawn as data.train says: remove it"),
@@ -1188,9 +1192,9 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
                 )
             ),
         ),
-        ("teacher.path", "algorithm.distillation.coef", "algorithm.distillation.clamp"),
+        ("teacher.path", "teacher.models", "algorithm.distillation.coef", "algorithm.distillation.clamp"),
         _distillation,
-        "one teacher; `k1` with the policy gradient",
+        "several teachers by their `key`; `k1` with the policy gradient",
     ),
     computed(
         "algorithm.norm_adv_by_std_in_grpo",
