@@ -23,6 +23,8 @@ PARTS = pa.list_(pa.struct({"name": pa.string(), "value": pa.float32()}))
 """Type of a column of named parts of a reward. A map would be unreadable for `datasets`; see decision 045."""
 SECONDS = pa.list_(pa.struct({"model": pa.float64(), "tool": pa.float64(), "waiting": pa.float64()}))
 """Type of a column of the seconds of turns."""
+ROUTES = "routed_experts"
+"""The column of the experts that the rollout chose."""
 
 
 def parts_of(cell: Sequence[Mapping[str, object]] | None) -> dict[str, float]:
@@ -295,6 +297,16 @@ TRAJECTORY = TrajectorySchema(
             "generate",
             "named parts of the reward that the agent returned; or sums of those of the environment's observations",
             null="there is neither a rollout.environment nor a rollout.agent",
+        ),
+        Column(
+            ROUTES,
+            pa.large_list(pa.int16()),
+            "generate",
+            "experts that the model chose for each token that it read [(P + T - 1) L k]: token by token, then layer by "
+            "layer with experts, the k that the router chose; -1 where they are not known; an empty list if none is, "
+            "as for an expert's answer",
+            "index of the expert",
+            null="rollout.router_replay is false",
         ),
         Column("seed", pa.int64(), "generate", "seed of the run, from which sampling derives"),
         Column("model_score", pa.float32(), "reward_model", "score of the reward model; mean of a process reward"),

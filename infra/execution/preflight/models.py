@@ -59,9 +59,12 @@ def check_models(config: RunConfig) -> None:
 
 def _check_policy(config: RunConfig) -> None:
     """Refuses a policy that would train or generate wrongly, and says how one generates that cannot be padded."""
+    from ratchet.rlhf.models.routes import Routers, number_of_experts
     from ratchet.rlhf.models.support import check_adapters, check_decoder, check_packing, small_decoder
 
     check_architecture(config.model, "model", is_critic=False)
+    if config.rollout.router_replay:
+        number_of_experts(text_config(config.model))
     if isinstance(config.actor.engine, MegatronConfig):  # it has layers of its own
         return
     small = small_decoder(config.model)
@@ -73,6 +76,8 @@ def _check_policy(config: RunConfig) -> None:
         check_packing(small, "actor.packing")
     if config.model.lora is not None and is_installed("peft"):
         check_adapters(config.model, small)
+    if config.rollout.router_replay:
+        Routers.of(small, small)
     if decoding is not None and not (decoding.pads and decoding.selects):
         note(f"{named}: {decoding.said(small.config.model_type)}")
 
