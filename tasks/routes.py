@@ -13,7 +13,7 @@ def with_routes(batch: TrajectoryBatch, router_replay: bool) -> TrajectoryBatch:
     Raises UserError if a trajectory has no routes. An expert's answer has an empty list: the model chooses.
     """
     if not router_replay:
-        return TrajectoryBatch(batch.table.drop_columns([ROUTES]))
+        return batch.without(ROUTES)
     missing = batch.array(ROUTES).is_null().to_pylist()
     if any(missing):
         raise UserError(

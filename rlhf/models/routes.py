@@ -81,7 +81,9 @@ class Routers(FollowsRoutes):
         Raises:
             UserError: the model has no experts, or chooses them in an unknown way.
         """
-        tried = truncated(model, attention="sdpa") if small is None else small
+        attention = model.config._attn_implementation
+        plain = attention if attention in ("sdpa", "eager") else "sdpa"
+        tried = truncated(model, attention=plain).to(model.device) if small is None else small
         kinds = _kinds(tried)
         found = [(module, kinds[type(module)]) for module in model.modules() if type(module) in kinds]
         return cls([module for module, _ in found], [calls for _, calls in found], number_of_experts(model.config))
