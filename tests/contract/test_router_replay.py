@@ -378,13 +378,20 @@ def test_two_processes_follow_routes_as_one_does(
     assert_same_update(loaded, one)
 
 
-@needs("vllm")
+@needs("vllm", "gpu")  # vLLM 0.32's runner that tells them needs Triton, which has no backend for the CPU
 def test_vllm_tells_the_experts_of_a_plain_pass(tmp_path: Path) -> None:
     from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 
     folder = tiny.moe_folder(tmp_path, "qwen3_moe", head_dim=32)
     engine = VLLMRollout(
-        folder, eos_token_ids=EOS, dtype="float32", max_model_len=64, enforce_eager=True, records_routes=True
+        folder,
+        eos_token_ids=EOS,
+        dtype="float32",
+        max_model_len=64,
+        on_gpu=True,
+        gpu_memory_utilization=0.1,
+        enforce_eager=True,
+        records_routes=True,
     )
     model = load_actor(ModelConfig(path=str(folder)))
     for ids, last in told(engine):
