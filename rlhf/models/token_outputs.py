@@ -113,9 +113,10 @@ class TokenOutputs(torch.nn.Module):
         """True if shared prompts are always described by `Segments`, and packing is as fast as padding."""
         self.takes_segments = is_adopted or team is not None
         """True if a row of several sequences is computed as `Segments`; otherwise by its positions."""
-        self._check(packing)
+        # before the check, which leaves the small model to a team
         self.routers: FollowsRoutes | None = Routers.of(model, tried) if follows_routes else None
         """The routers of the model, which take given experts; None: they always choose."""
+        self._check(packing)
         self.model = model
         if is_adopted or team is not None:
             model.set_attn_implementation(tried.config._attn_implementation)

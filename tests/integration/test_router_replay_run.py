@@ -85,17 +85,27 @@ def differences(rows: Any) -> np.ndarray:
     return np.abs(np.concatenate((rows["old_log_probs"] - rows["rollout_log_probs"]).tolist()))
 
 
-def test_stored_routes_are_those_of_the_model_and_bring_the_trainer_closer(
-    workspace: Path, processes: Processes, mixture: Path
-) -> None:
+def test_routes_bring_the_trainer_closer_to_the_rollout(workspace: Path, processes: Processes) -> None:
+    """The model is wide enough for its products to be added in another order for a token than for a sequence."""
+    wide = tiny.moe_folder(
+        processes.folder / "wide",
+        "qwen3_moe",
+        scale=5,
+        num_experts=16,
+        hidden_size=128,
+        head_dim=32,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+    )
     found = {}
     for name, replays in (("with", True), ("without", False)):
         config = config_of(
             workspace,
             processes.folder,
-            mixture,
+            wide,
             name,
             **in_bfloat16(rollout__router_replay=replays),
+            rollout__max_response_tokens=40,
             train__iterations=1,
         )
         child = processes.train(config)
@@ -104,8 +114,10 @@ def test_stored_routes_are_those_of_the_model_and_bring_the_trainer_closer(
     assert found["without"][ROUTES].isna().all()
     assert found["with"]["response"].tolist() == found["without"]["response"].tolist()
     means = {name: differences(rows).mean() for name, rows in found.items()}
-    assert means["with"] < means["without"], means
+    assert 0 < means["with"] < 0.9 * means["without"], means
 
+
+def test_stored_routes_are_those_of_a_plain_pass(workspace: Path, processes: Processes, mixture: Path) -> None:
     exact = config_of(workspace, processes.folder, mixture, "exact", train__iterations=1)
     child = processes.train(exact)
     assert child.wait() == 0, child.text
@@ -173,7 +185,7 @@ def test_answers_without_routes_are_refused(workspace: Path, processes: Processe
     assert child.wait() == 0, child.text
     reads = config_of(workspace, folder, mixture, "reads", data__generations=f"{store}/plain", train__iterations=1)
     child = processes.train(reads)
-    assert child.wait() == 2, child.text
+    assert child.wait() == 1, child.text  # as an exception of the flow
     assert "it000000-p00000-s00 has no routed_experts: it was generated without rollout.router_replay" in child.text
     draws = config_of(
         workspace,
@@ -184,7 +196,7 @@ def test_answers_without_routes_are_refused(workspace: Path, processes: Processe
         train__iterations=1,
     )
     child = processes.train(draws)
-    assert child.wait() == 2, child.text
+    assert child.wait() == 1, child.text  # as an exception of the flow
     assert (
         "was generated without rollout.router_replay and has no routed_experts: set rollout.router_replay" in child.text
     )
