@@ -161,7 +161,8 @@ class FollowingRouters(FollowsRoutes):
             for _, router in self._own:
                 router.give(None)
             return
-        local = self._decoder.own_tokens(routes.long(), OWN).unflatten(-1, (self.count, -1))
+        local = self._decoder.own_tokens(routes.long(), OWN)
+        local = local.view(len(local), self.count, -1)
         for number, router in self._own:
             router.give(local[:, number])
 

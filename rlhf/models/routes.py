@@ -95,7 +95,7 @@ class Routers(FollowsRoutes):
                 f"routes have {routes.shape[-1]} experts for each token, which the model's {self.count} layers with "
                 "experts do not divide: they are of another model"
             )
-        self._followed = None if routes is None else routes.flatten(0, -2).unflatten(-1, (self.count, -1))
+        self._followed = None if routes is None else routes.reshape(-1, self.count, routes.shape[-1] // self.count)
 
     def end(self) -> None:
         """Lets the routers choose again."""
@@ -117,12 +117,12 @@ class Routers(FollowsRoutes):
         given = None if self._followed is None else self._followed[:, number]
         choice = _Choice(self._calls[number], given, None if self._recorded is None else self._recorded[number])
         self._open.append(choice)
-        choice.__enter__()
+        choice.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
         """Called after a router has computed."""
         if self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class _Enter:
@@ -169,7 +169,7 @@ class _Choice(TorchFunctionMode):
                 )
             given = self.given.to(chosen.dtype)
             chosen = torch.where(given[:, :1] == OWN, chosen, given)
-            answer = torch.return_types.topk((scores.gather(-1, chosen), chosen))  # type: ignore[attr-defined]
+            answer = torch.return_types.topk((scores.gather(-1, chosen), chosen))
         if self.recorded is not None:
             self.recorded.append(chosen)
         return answer

@@ -198,7 +198,7 @@ class VLLM:
         if self._layers is None:
             return None
         # vLLM also has layers without experts
-        routes = np.concatenate(running.routes)[:, self._layers].astype(np.int16)
+        routes: np.ndarray = np.concatenate(running.routes)[:, self._layers].astype(np.int16)
         return routes.reshape(len(routes), -1)
 
     def _forget(self, own_id: str) -> None:
