@@ -115,6 +115,10 @@ class TrajectoryBatch:
     def with_column(self, name: str, column: pa.Array) -> TrajectoryBatch:
         return TrajectoryBatch(self.table.append_column(name, column))
 
+    def without(self, *names: str) -> TrajectoryBatch:
+        """Returns the batch without some columns."""
+        return TrajectoryBatch(self.table.drop_columns(list(names)))
+
     def take(self, rows: Iterable[int]) -> TrajectoryBatch:
         return TrajectoryBatch(self.table.take(pa.array(np.fromiter(rows, dtype=np.int64))))
 

@@ -37,6 +37,8 @@ CONTINUATIONS = pa.list_(
     )
 )
 """Type of a column of trajectories that play on from turns of others."""
+ROUTES = "routed_experts"
+"""The column of the experts that the rollout chose."""
 
 
 def parts_of(cell: Sequence[Mapping[str, object]] | None) -> dict[str, float]:
@@ -309,6 +311,16 @@ TRAJECTORY = TrajectorySchema(
             "generate",
             "named parts of the reward that the agent returned; or sums of those of the environment's observations",
             null="there is neither a rollout.environment nor a rollout.agent",
+        ),
+        Column(
+            ROUTES,
+            pa.large_list(pa.int16()),
+            "generate",
+            "experts that the model chose for each token that it read [(P + T - 1) L k]: token by token, then layer by "
+            "layer with experts, the k that the router chose; -1 where they are not known; an empty list if none is, "
+            "as for an expert's answer",
+            "index of the expert",
+            null="rollout.router_replay is false",
         ),
         Column("seed", pa.int64(), "generate", "seed of the run, from which sampling derives"),
         Column("model_score", pa.float32(), "reward_model", "score of the reward model; mean of a process reward"),

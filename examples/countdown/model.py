@@ -1,8 +1,9 @@
 """Builds the demo's model: a tiny Llama with random weights, and a tokenizer that splits numbers into digits.
 
-    python examples/countdown/model.py OUT [--seed 0] [--hidden 160] [--layers 3]
+    python examples/countdown/model.py OUT [--seed 0] [--hidden 160] [--layers 3] [--experts 8]
 
-The result is an ordinary Hugging Face model folder; nothing else in the project depends on its size.
+With `--experts` it is a mixture of experts, a Qwen3 MoE, of which each token takes two. The result is an ordinary
+Hugging Face model folder; nothing else in the project depends on its size.
 """
 
 import argparse
@@ -11,7 +12,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import logging
 
 from ratchet.rlhf.data import countdown_dataset
@@ -55,21 +63,26 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int = 160, layers: int = 3) -> LlamaForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int = 160, layers: int = 3, experts: int = 0
+) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden,
-            intermediate_size=hidden * 27 // 10,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            max_position_embeddings=512,
-            initializer_range=0.06,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.06,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if not experts:
+        return LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=hidden * 27 // 10))
+    of_experts = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden * 27 // 40}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**shape, **of_experts, head_dim=hidden // 4, num_key_value_heads=4, norm_topk_prob=True)
     )
 
 
@@ -80,9 +93,11 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden", type=int, default=160)
     parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=0, help="experts of each layer; 0: no mixture")
     arguments = parser.parse_args()
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, arguments.seed, arguments.hidden, arguments.layers)
+    model = build_model(tokenizer, arguments.seed, arguments.hidden, arguments.layers, arguments.experts)
     tokenizer.save_pretrained(arguments.out)
     save(model, arguments.out)
-    print(f"a Llama with {model.num_parameters() / 1e6:.2f} M parameters, random weights, in {arguments.out}")
+    kind = "mixture of experts" if arguments.experts else "Llama"
+    print(f"a {kind} with {model.num_parameters() / 1e6:.2f} M parameters, random weights, in {arguments.out}")

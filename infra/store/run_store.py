@@ -618,9 +618,15 @@ def parquet_bytes(table: pa.Table) -> bytes:
         if pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type)
     ]
     # a dictionary would take precedence over byte-stream split
-    plain = [field.name for field in table.schema if not pa.types.is_nested(field.type)]
+    dictionaries = [field.name for field in table.schema if not pa.types.is_nested(field.type)]
+    # Parquet has no 16-bit integers: by a dictionary, a value takes as many bits as the number of different ones needs
+    dictionaries += [
+        f"{field.name}.list.element"
+        for field in table.schema
+        if pa.types.is_nested(field.type) and field.type in (pa.list_(pa.int16()), pa.large_list(pa.int16()))
+    ]
     sink = io.BytesIO()
     pq.write_table(
-        table, sink, compression="zstd", compression_level=1, use_dictionary=plain, use_byte_stream_split=split
+        table, sink, compression="zstd", compression_level=1, use_dictionary=dictionaries, use_byte_stream_split=split
     )
     return sink.getvalue()

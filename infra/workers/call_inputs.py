@@ -17,6 +17,7 @@ from ratchet.infra.workers.calls import C, Call, Experience, ExpertExperience, R
 from ratchet.infra.workers.resources import Resources
 from ratchet.infra.workers.rollouts import Journaled, JournalRows
 from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.schema import ROUTES
 
 
 class CallInputs:
@@ -56,6 +57,7 @@ class CallInputs:
                 versions=row["token_versions"] or [row["policy_version"]] * len(row["response_ids"]),
                 finish_reason=row["finish_reason"],
                 source=f"{experience.source} {row['trajectory_id']}",
+                routes=row.get(ROUTES),
             )
             for row in sorted(rows, key=lambda row: int(row["sample"]))
         ]

@@ -27,6 +27,11 @@ CALL_COLUMNS: Mapping[str, tuple[pa.DataType, str]] = {
     "answer": (pa.string(), "message of the assistant, as JSON"),
     "started": (pa.float64(), "time of the call, in seconds since 1970"),
     "seconds": (pa.float64(), "time until it was answered"),
+    "routes": (
+        pa.large_binary(),
+        "experts of the conversation's tokens that no earlier answer has, int16; see `rollout.router_replay`",
+    ),
+    "slots": (pa.int32(), "number of experts for each token in `routes`"),
 }
 """Types and meanings of the columns of a file of answers; see `Recorded`."""
 CALLS = pa.schema([(name, kind) for name, (kind, _) in CALL_COLUMNS.items()])
@@ -46,6 +51,8 @@ JOURNAL = pa.schema(
         "tool_error": pa.string(),
         "attempt": pa.int32(),
         "states": pa.list_(pa.string()),
+        "routes": pa.large_binary(),
+        "slots": pa.int32(),
     }
 )
 """Columns of a journal; see `Dialogue`."""
@@ -136,6 +143,6 @@ def recorded_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Recorded]]:
     names = [field.name for field in fields(Recorded)]
     by_trajectory: dict[str, list[Recorded]] = {}
     for row in rows:
-        answer = Recorded(**{name: row[name] for name in names})
+        answer = Recorded(**{name: row[name] for name in names if name in row})  # older files lack the newest
         by_trajectory.setdefault(answer.trajectory_id, []).append(answer)
     return by_trajectory

@@ -94,6 +94,8 @@ class ReplayedAnswer:
     source: str
     """Its origin, in readable form."""
     by_expert: bool = False
+    routes: list[int] | None = None
+    """The stored `routed_experts`; None: there are none."""
 
 
 @dataclass(frozen=True)

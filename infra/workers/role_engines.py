@@ -246,4 +246,5 @@ class Engines:
             dtype=model.dtype,
             kernels=model.kernels,
             trainable=facts.learns,
+            follows_routes=role == "actor" and config.rollout.router_replay,
         )

@@ -497,5 +497,5 @@ class Generator:
         for count in range(1, len(chunk.response_ids) + 1):
             text = str(self.tokenizer.decode([*written, *chunk.response_ids[:count]]))
             if any(ending in text for ending in stop):
-                return Chunk(chunk.response_ids[:count], chunk.log_probs[:count], "stop")
+                return Chunk(chunk.response_ids[:count], chunk.log_probs[:count], "stop", chunk.routes)
         return chunk

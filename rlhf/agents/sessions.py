@@ -57,6 +57,10 @@ class Recorded:
     """Time of the call, in seconds since 1970."""
     seconds: float
     """Time until it was answered."""
+    routes: bytes = b""
+    """The conversation's `Dialogue.routes` that no earlier answer has."""
+    slots: int = 0
+    """See `Dialogue.slots`."""
 
 
 class Recorder(Protocol):
@@ -256,7 +260,7 @@ class Session:
             heard_ids = list(dialogue.request.prompt_ids if continuation is None else continuation.ids)
             if continuation is not None:
                 dialogue.heard(continuation.ids)
-            start = len(dialogue.ids)
+            start, routed = len(dialogue.ids), len(dialogue.routes)
             prompt_tokens = len(dialogue.request.prompt_ids) + start
             self._limit(dialogue, asked)
             digest = self._digest(asked)
@@ -292,6 +296,8 @@ class Session:
                 # an answer of an earlier process keeps its times
                 started=started if earlier is None else earlier.started,
                 seconds=time.perf_counter() - began if earlier is None else earlier.seconds,
+                routes=dialogue.routes[routed:],
+                slots=dialogue.slots,
             )
             # stored before the program receives it: a resumed run must give the same answer
             if self.policy.recorder is not None and earlier is None:
@@ -481,4 +487,5 @@ def _append(dialogue: Dialogue, answer: Recorded) -> None:
     for token, log_prob, version in zip(answer.ids, answer.log_probs, answer.versions, strict=True):
         dialogue.wrote(Chunk((token,), (log_prob,)), version)
     dialogue.turn_ends.append(len(dialogue.ids))
+    dialogue.routes, dialogue.slots = dialogue.routes + answer.routes, answer.slots
     dialogue.finish_reason = "length" if answer.finish_reason == "length" else ""

@@ -50,6 +50,7 @@ VLLM_REFUSED = {
         }.items()
     },
     "seed": "set run.seed, or rollout.seeds",
+    **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "set rollout.router_replay"),
     "enable_lora": "set model.lora",
     "max_lora_rank": "set model.lora.r",
     "lora_target_modules": "set model.lora.target_modules",

@@ -334,6 +334,8 @@ class RolloutEngineConfig(EngineConfig):
     outlives_runs: ClassVar[bool] = False
     """It was started by the user, and may hold weights of another run."""
     loads_adapters: ClassVar[bool] = True
+    returns_routes: ClassVar[bool] = True
+    """It can tell to which experts tokens went; see `rollout.router_replay`."""
 
     @property
     def scores_texts(self) -> bool:
@@ -424,6 +426,7 @@ class ServerConfig(RolloutEngineConfig):
     operational = frozenset(("urls", "api", "weights_folder", "timeout_s"))
     outlives_runs: ClassVar[bool] = True
     loads_adapters: ClassVar[bool] = False
+    returns_routes: ClassVar[bool] = False
     type: Literal["server"] = "server"
     urls: OneOrMore[str] = Field(min_length=1, description="addresses of the servers, such as http://127.0.0.1:8000")
     api: Literal["vllm", "sglang", "tgi"] = Field(

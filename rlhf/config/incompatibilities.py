@@ -335,6 +335,8 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
         )
     yield from _workers_fit(config)
     engine = rollout.engine
+    if rollout.router_replay:
+        yield from _router_replay_fits(config)
     if rollout.seeds == "engine" and not engine.own_seeds:
         yield f"rollout.seeds engine is for rollout.engine vllm and server: {engine.type} always has trajectory seeds"
     if rollout.seeds == "engine" and config.run.deterministic:
@@ -365,6 +367,22 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
             f"rollout.engine.max_model_len is {engine.max_model_len}, less than data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {longest}: raise it, or leave it out"
         )
+
+
+def _router_replay_fits(config: RunConfig) -> Iterator[str]:
+    engine = config.rollout.engine
+    if not engine.returns_routes:
+        yield (
+            f"rollout.router_replay needs the experts that the rollout chose, which rollout.engine {engine.type} does "
+            "not return: use hf or vllm, or set rollout.router_replay: false"
+        )
+    if isinstance(engine, VLLMConfig) and not engine.prefix_caching:
+        yield (
+            "rollout.router_replay with rollout.engine vllm needs its prefix cache, which keeps the experts of cached "
+            "tokens: remove rollout.engine.prefix_caching: false"
+        )
+    if config.model.kernels == "compile":
+        yield "rollout.router_replay does not work with model.kernels compile: set model.kernels to torch"
 
 
 def _server_fits(server: ServerConfig, rollout: RolloutConfig) -> Iterator[str]:

@@ -10,6 +10,8 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+import numpy as np
+
 from ratchet.rlhf.data.chat_turns import CONTENT, around_content, render_contents, text_ids, token_ids
 from ratchet.rlhf.data.formats import Message, Messages, Tools
 from ratchet.rlhf.data.responses import response_text
@@ -47,8 +49,11 @@ JOURNALED = (
     "tool_error",
     "attempt",
     "states",
+    "routes",
+    "slots",
 )
 """The fields of a trajectory that a journal stores."""
+ROUTE_BYTES = np.dtype(np.int16).itemsize
 OF_TOKENS = ("ids", "log_probs", "mask", "versions")
 """Those with one entry per token."""
 CONTINUED = ("turn_starts", "turn_ends", "turn_rewards")
@@ -141,8 +146,13 @@ class Dialogue:
     """Number of times that the trajectory restarted."""
     states: list[str] = field(default_factory=list)
     """The state of a durable environment after each turn that it has answered; empty for other environments."""
-    stored: tuple[int, int] = (0, 0)
-    """Numbers of tokens and states in the rows that `new_row` has returned."""
+    routes: bytes = b""
+    """The experts that the tokens went to, int16, token by token from the prompt's first on; empty if the engine does
+    not record them. A token's are those of the pass that read it first: later turns read it again."""
+    slots: int = 0
+    """Number of experts for each token: those of all layers. 0: not known."""
+    stored: tuple[int, int, int] = (0, 0, 0)
+    """Numbers of tokens, states and bytes of routes in the rows that `new_row` has returned."""
     prefix: Mapping[str, Any] | None = None
     """The values of `JOURNALED` fields with which the trajectory begins; None: it begins after its prompt."""
     calls: list[AgentCall] = field(default_factory=list)
@@ -213,7 +223,7 @@ class Dialogue:
             if name in row:  # a journal of an older version lacks the newest
                 setattr(self, name, copy(row[name]))
         self._pad_seconds()
-        self.stored = len(self.ids), len(self.states)
+        self.stored = len(self.ids), len(self.states), len(self.routes)
 
     def take_back(self, before: Dialogue) -> None:
         """Drops the tokens written since a copy was made."""
@@ -225,11 +235,12 @@ class Dialogue:
         return {"trajectory_id": self.request.trajectory_id, **{name: getattr(self, name) for name in JOURNALED}}
 
     def new_row(self) -> dict[str, Any]:
-        """Returns a row of a journal with the tokens and states since the last call, which follow the tokens with the
-        digest `before`."""
-        (start, states), self.stored = self.stored, (len(self.ids), len(self.states))
+        """Returns a row of a journal with the tokens, states and routes since the last call, which follow the tokens
+        with the digest `before`."""
+        (start, states, routes), self.stored = self.stored, (len(self.ids), len(self.states), len(self.routes))
         row = {name: copy(value) for name, value in self.journaled().items()}
-        new = {name: row[name][start:] for name in OF_TOKENS} | {"states": row["states"][states:]}
+        new = {name: row[name][start:] for name in OF_TOKENS}
+        new |= {"states": row["states"][states:], "routes": row["routes"][routes:]}
         return row | new | {"before": _digest(self.ids[:start])}
 
     def next_request(self, sampling: Sampling) -> Request:
@@ -253,6 +264,17 @@ class Dialogue:
         self.versions += [version] * len(chunk.response_ids)
         if chunk.finish_reason is not None:
             self.turn_ends.append(len(self.ids))
+        if chunk.routes is not None:
+            self.slots = chunk.routes.shape[1]
+            self.routes += chunk.routes[len(self.routes) // (ROUTE_BYTES * self.slots) :].tobytes()
+
+    @property
+    def routed_experts(self) -> np.ndarray:
+        """The experts of each token that the policy has read, flat, with -1 where they are not known; empty if none
+        is."""
+        read = len(self.request.prompt_ids) + max(len(self.ids) - 1, 0)
+        known = np.frombuffer(self.routes, dtype=np.int16)[: read * self.slots]
+        return np.pad(known, (0, read * self.slots - len(known)), constant_values=-1)
 
     def spent(self, *, model: float = 0.0, tool: float = 0.0, waiting: float = 0.0) -> None:
         """Adds seconds to those of the newest turn, if there is one."""
@@ -280,7 +302,7 @@ class Dialogue:
         for name, value in (self.prefix or {}).items():
             setattr(self, name, copy(value))
         # the files of turns begin with the prefix, too
-        self.stored, self.branches = (0, 0), []
+        self.stored, self.branches = (0, 0, 0), []
         self._pad_seconds()
 
     def answered_by(self, reward: float, *parts: Mapping[str, float]) -> None:
@@ -326,9 +348,9 @@ def joined(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         The row of the last attempt that goes furthest. Rows that do not follow others are left out, such as those after
         a missing one.
     """
-    empty: dict[str, list[Any]] = {name: [] for name in (*OF_TOKENS, "states")}
+    empty: dict[str, Any] = {name: [] for name in (*OF_TOKENS, "states")} | {"routes": b""}
     furthest: dict[str, Any] = {}
-    wholes: dict[tuple[int, str], dict[str, list[Any]]] = {}
+    wholes: dict[tuple[int, str], dict[str, Any]] = {}
     for row in sorted(rows, key=_progress):
         before = empty if row["before"] == _digest([]) else wholes.get((row["attempt"], row["before"]))
         if before is not None:
@@ -336,6 +358,7 @@ def joined(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             # answers without tokens leave the digest as it is, so two rows may tell of the same state
             earlier = before["states"][: len(row["turn_rewards"]) - len(row["states"])]
             whole["states"] = [*earlier, *row["states"]]
+            whole["routes"] = before["routes"] + (row.get("routes") or b"")
             wholes[row["attempt"], _digest(whole["ids"])] = whole
             furthest = {**row, **whole}
     return furthest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +21,7 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
 
 from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.models.megatron_layout import Place
+from ratchet.rlhf.models.routes import OWN, FollowsRoutes
 from ratchet.rlhf.models.segments import Segments
 
 if TYPE_CHECKING:
@@ -98,6 +101,77 @@ class Router(TopKRouter):  # type: ignore[misc]
         return linear(input.float(), self.weight.float())
 
 
+class _GivenExperts:
+    """Chooses the experts of a router in the place of its `topk`: Megatron's `RouterReplay`, of which it has one list
+    for all models of a process, with the choice left to the router where none is given."""
+
+    def __init__(self, *, recomputes: bool) -> None:
+        self._recomputes = recomputes
+        self._given: Tensor | None = None
+        self._for_backward: deque[Tensor | None] = deque()
+        """Those of the micro-batches that are still to be computed again."""
+
+    def give(self, given: Tensor | None) -> None:
+        self._given = given
+        if self._recomputes and torch.is_grad_enabled():
+            self._for_backward.append(given)
+
+    def end(self) -> None:
+        self._given = None
+        self._for_backward.clear()
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the scores of the experts of each token, and their numbers; Megatron calls it."""
+        of_own, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        # what is computed again computes without gradients the first time
+        is_again = self._recomputes and torch.is_grad_enabled() and self._for_backward
+        given = self._for_backward.popleft() if is_again else self._given
+        if given is None:
+            return of_own, own
+        chosen = torch.where(given[:, :1] == OWN, own, given)
+        return scores.gather(1, chosen), chosen
+
+
+class FollowingRouters(FollowsRoutes):
+    """The routers of a rank's part of a model, which take given experts."""
+
+    def __init__(self, decoder: Decoder, *, recomputes: bool) -> None:
+        """Takes a decoder with experts; `recomputes` if it computes activations again for the gradient."""
+        config, self._decoder = decoder.config, decoder
+        with_experts = [number for number, has in enumerate(config.moe_layer_freq) if has]
+        self.count, self.experts = len(with_experts), config.num_moe_experts
+        self._own: list[tuple[int, _GivenExperts]] = []
+        """This rank's routers, by their number among all."""
+        for module in decoder.modules():
+            if isinstance(module, TopKRouter):
+                given = _GivenExperts(recomputes=recomputes)
+                module.router_replay = given
+                self._own.append((with_experts.index(module.layer_number - 1), given))
+
+    def follow(self, routes: Tensor | None) -> None:
+        """Makes the routers take these experts; see `FollowsRoutes.follow`. `routes` has a row for each sequence."""
+        if routes is None:
+            for _, router in self._own:
+                router.give(None)
+            return
+        local = self._decoder.own_tokens(routes.long(), OWN)
+        local = local.view(len(local), self.count, -1)
+        for number, router in self._own:
+            router.give(local[:, number])
+
+    def end(self) -> None:
+        """Lets the routers choose again."""
+        for _, router in self._own:
+            router.end()
+
+
 def local_positions(time: int, context: int, contexts: int, device: torch.device) -> Tensor:
     """Returns the positions of a rank's tokens in a sequence, ascending, shape (time / contexts,).
 
@@ -123,13 +197,23 @@ class Decoder(GPTModel):  # type: ignore[misc]  # megatron-core has no type hint
             Shape (time / ranks that share sequences, sequences, width); time is rounded up. The other stages compute
             them from the decoder's input tensor.
         """
+        return self(self._of_context(input_ids[..., None], 0)[..., 0], None, None)  # type: ignore[no-any-return]
+
+    def _of_context(self, tokens: Tensor, padding: int) -> Tensor:
+        """Returns this rank's share of values per token, shape (sequences, time, values), padded on the right."""
         place = self.place
-        time = input_ids.shape[1]
+        time = tokens.shape[1]
         rounded = -(-time // self._multiple) * self._multiple
-        input_ids = pad(input_ids, (0, rounded - time))
+        tokens = pad(tokens, (0, 0, 0, rounded - time), value=padding)
         if place.contexts > 1:
-            input_ids = input_ids[:, local_positions(rounded, place.context, place.contexts, input_ids.device)]
-        return self(input_ids, None, None)  # type: ignore[no-any-return]
+            tokens = tokens[:, local_positions(rounded, place.context, place.contexts, tokens.device)]
+        return tokens
+
+    def own_tokens(self, tokens: Tensor, padding: int) -> Tensor:
+        """Returns values per token, shape (sequences, time, values), in the order in which this rank's layers compute
+        tokens one by one, shape (tokens, values)."""
+        by_time = self._of_context(tokens, padding).transpose(0, 1)
+        return by_time.chunk(self.place.tensors)[self.place.tensor].flatten(0, 1)
 
     def chosen(self, hidden: Tensor, time: int, at: Tensor) -> Tensor:
         """Selects hidden states from all ranks' shares; the ranks that share sequences select different ones.

@@ -22,6 +22,7 @@ from ratchet.rlhf.models.kernels import apply_liger, compile_layers, compiled, l
 from ratchet.rlhf.models.prefix_sharing import agree
 from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
 from ratchet.rlhf.models.router_loss import RouterLoss
+from ratchet.rlhf.models.routes import OWN, FollowsRoutes, Routers
 from ratchet.rlhf.models.sequence_parallel import OwnTokens, Team
 from ratchet.rlhf.models.truncated import truncated
 
@@ -71,6 +72,7 @@ class TokenOutputs(torch.nn.Module):
         packing: bool = False,
         share_prompts: bool = False,
         varlen: bool = False,
+        follows_routes: bool = False,
     ) -> None:
         """Wraps a model and checks that it computes correct results.
 
@@ -78,9 +80,11 @@ class TokenOutputs(torch.nn.Module):
             model: the model; it may be on the meta device. The check computes with a small one of its architecture.
             head: outputs of the model: `policy` (log-probs and entropy), `value` (values) or `reward` (scores).
             team: the processes that split each sequence; None: sequences are not split.
+            follows_routes: tokens may be given the experts that they go to.
 
         Raises:
-            UserError: the log-probs would be wrong, or the model does not support `team`, `packing` or the head.
+            UserError: the log-probs would be wrong, or the model does not support `team`, `packing`, the head or
+                routes.
         """
         super().__init__()
         if team is not None:
@@ -109,6 +113,9 @@ class TokenOutputs(torch.nn.Module):
         """True if shared prompts are always described by `Segments`, and packing is as fast as padding."""
         self.takes_segments = is_adopted or team is not None
         """True if a row of several sequences is computed as `Segments`; otherwise by its positions."""
+        # before the check, which leaves the small model to a team
+        self.routers: FollowsRoutes | None = Routers.of(model, tried) if follows_routes else None
+        """The routers of the model, which take given experts; None: they always choose."""
         self._check(packing)
         self.model = model
         if is_adopted or team is not None:
@@ -126,6 +133,7 @@ class TokenOutputs(torch.nn.Module):
         copies: Int[Tensor, "sequences time"] | None = None,
         own: OwnTokens | None = None,
         top: Int[Tensor, "tokens k"] | int = 0,
+        routes: Int[Tensor, "sequences time slots"] | None = None,
     ) -> dict[str, Tensor]:
         """Computes outputs at selected positions.
 
@@ -139,6 +147,8 @@ class TokenOutputs(torch.nn.Module):
             own: the targets in this process's share, if a team splits the sequences; None: they are found, for which a
                 GPU waits.
             top: tokens of the vocabulary for each position; or a number, for the most likely ones; 0: none.
+            routes: the experts of each token, layer by layer, which the routers also take if activations are
+                recomputed for the gradient; None: the routers choose.
 
         Returns:
             Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats and `sum_pi_squared`, `values`,
@@ -147,6 +157,8 @@ class TokenOutputs(torch.nn.Module):
             also `topk_ids`, which float32 holds exactly, shape (tokens, k).
         """
         if self.team is None:
+            if self.routers is not None:
+                self.routers.follow(routes)
             attend_to: dict[str, Any] = {}
             if self.takes_segments:
                 attend_to = prefix_sharing.inputs(shared)
@@ -158,6 +170,11 @@ class TokenOutputs(torch.nn.Module):
         input_ids, positions = team.padded(input_ids, position_ids)
         own = team.own(at.cpu(), before).to(at.device) if own is None else own
         attend: dict[str, Any] = {"team": team, "segments": shared}
+        if self.routers is not None:
+            if routes is not None:
+                missing = input_ids.shape[1] - before
+                routes = team.share(torch.nn.functional.pad(routes, (0, 0, 0, missing), value=OWN))
+            self.routers.follow(routes)
         if copies is not None:
             copies = team.share(torch.nn.functional.pad(copies, (0, input_ids.shape[1] - before)))
         local = self._of_tokens(

@@ -21,6 +21,8 @@ WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Fields that hold the number of experts of a layer."""
+DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Fields that hold the number of first layers, which have no experts."""
 CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 """Fields that hold the number of experts of a token."""
 
@@ -100,6 +102,9 @@ def _shorten(config: PreTrainedConfig) -> None:
     for name, values in per_layer.items():
         setattr(config, name, [values[layer] for layer in kept])
     config.num_hidden_layers = len(kept)
+    for name in DENSE_LAYERS:  # else a model whose first layers have no experts would have none
+        if isinstance(first := getattr(config, name, None), int):
+            setattr(config, name, min(first, len(kept) - 1))
 
 
 def _few_heads(config: PreTrainedConfig, *, teams_of: int) -> None:

@@ -43,7 +43,13 @@ def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: Rollo
     if model is None:
         model = load_actor(config.model, config.run.seed, trainable=False).to(accelerator.device())
     eos = eos_token_ids(model.generation_config, tokenizer)
-    return HFRollout(model, eos_token_ids=eos, dtype=config.model.dtype, tokenizer=tokenizer)
+    return HFRollout(
+        model,
+        eos_token_ids=eos,
+        dtype=config.model.dtype,
+        tokenizer=tokenizer,
+        records_routes=config.rollout.router_replay,
+    )
 
 
 def vllm_rollout(
@@ -78,6 +84,7 @@ def vllm_rollout(
         enable_prefix_caching=vllm.prefix_caching,
         quantization=vllm.quantization,
         enable_sleep_mode=config.actor.offload_when_idle and on_gpu,
+        records_routes=rollout.router_replay,
         trust_remote_code=model.trust_remote_code,
         hf_overrides=model.args,
         **vllm.args,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ratchet.rlhf import event_loop, seeding
 
 if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Int
     from torch import Tensor
 
     from ratchet.rlhf.config.sections import ResponseConfig, SamplingConfig
@@ -148,6 +150,10 @@ class Chunk:
     """Log-prob of each token, in nats."""
     finish_reason: str | None = None
     """`stop` (end-of-sequence or a stop text) or `length` in the last chunk of a response; None: more chunks follow."""
+    routes: Int[np.ndarray, "tokens slots"] | None = None
+    """In the last chunk of a response: the experts that the model chose for each token that it read, from the request's
+    first on, int16; the second dimension has those of all layers with experts. None: the engine does not record them.
+    """
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ratchet.rlhf.models import prefix_sharing
 from ratchet.rlhf.models.decoding import Decoder, Decoding, decoding_of
 from ratchet.rlhf.models.hub_layout import copy_weights
 from ratchet.rlhf.models.kernels import as_written
+from ratchet.rlhf.models.routes import OWN, Routers
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, Scored, limit_of
 
 if TYPE_CHECKING:
@@ -43,6 +45,24 @@ class _Row:
     """True while a consumer still reads the chunks."""
 
 
+@dataclass
+class _Routes:
+    """The experts that the tokens of a batch went to."""
+
+    of_prompts: list[np.ndarray]
+    """Those of each prompt's tokens, shape (tokens, slots)."""
+    prompt_of: list[int]
+    """The number of each request's prompt."""
+    steps: list[Tensor] = field(default_factory=list)
+    """Those of the token that each request reads in each step after its prompt, shape (requests, slots)."""
+
+    def of(self, number: int, length: int) -> np.ndarray:
+        """Returns those of a request's tokens, of which a response of this length has read all but the last."""
+        read = [experts[number] for experts in self.steps[: length - 1]]
+        of_response = [torch.stack(read).cpu().numpy()] if read else []
+        return np.concatenate([self.of_prompts[self.prompt_of[number]], *of_response])
+
+
 class HFRollout(RolloutEngine):
     """Generates with a model in this process. It may be the actor itself; weights then need no copy.
 
@@ -60,10 +80,12 @@ class HFRollout(RolloutEngine):
         eos_token_ids: tuple[int, ...],
         dtype: Dtype = "float32",
         tokenizer: PreTrainedTokenizerBase | None = None,
+        records_routes: bool = False,
     ) -> None:
         """Wraps a model, which is on its device; the tokenizer is only needed for stop texts.
 
-        Raises UserError if the model cannot generate with a cache.
+        With `records_routes`, chunks have the experts that a mixture of experts chose. Raises UserError if the model
+        cannot generate with a cache, or has no experts.
         """
         from ratchet.rlhf.models import kv_cache
 
@@ -72,6 +94,7 @@ class HFRollout(RolloutEngine):
         self.dtype = dtype
         self.shares_prompts = prefix_sharing.adopt(model) and kv_cache.fits(model)
         self.decoding = Decoding(selects=True, pads=True) if self.shares_prompts else decoding_of(model)
+        self.routers = Routers.of(model) if records_routes else None
         self.eos = torch.tensor(eos_token_ids, device=model.device)
         self.device = model.device
         self._buffers = HostBuffers(model.device)
@@ -238,8 +261,19 @@ class HFRollout(RolloutEngine):
         cached: CachedPrompts | None = None
 
         emitted = [0] * len(rows)
+        routes: _Routes | None = None
         for step in range(sampling.max_tokens):
-            logits = decoder.read(input_ids, positions, **inputs)
+            with nullcontext() if self.routers is None else self.routers.recording() as recorded:
+                logits = decoder.read(input_ids, positions, **inputs)
+            if recorded is not None:
+                chosen = torch.cat([choice for [choice] in recorded], dim=-1).to(torch.int16)
+                if routes is None:  # the prompts, padded on the left
+                    padded = zip(chosen.view(*input_ids.shape, -1).cpu().numpy(), prompts, strict=True)
+                    of_prompts = [experts[longest - len(prompt) :] for experts, prompt in padded]
+                    routes = _Routes(of_prompts, prompt_of.tolist())
+                else:
+                    everyone = chosen.new_full((len(rows), chosen.shape[-1]), OWN)
+                    routes.steps.append(everyone.index_copy(0, active, chosen))
             if step == 0:  # the prompts were computed; from here on, each response has its own row
                 logits, positions = logits[prompt_of], positions[prompt_of]
                 if self.shares_prompts:
@@ -259,7 +293,7 @@ class HFRollout(RolloutEngine):
             is_last = step + 1 == sampling.max_tokens or (not together and bool(finished.all()))
             if is_last or (step + 1) % CHUNK_STEPS == 0:
                 ended = torch.ones_like(finished) if is_last else finished
-                yield from self._chunks(rows, out_tokens, out_log_probs, lengths, ended, step + 1, emitted)
+                yield from self._chunks(rows, out_tokens, out_log_probs, lengths, ended, step + 1, emitted, routes)
             if is_last or not any(row.is_open for row in rows):
                 return
             if not together and self.decoding.selects:
@@ -286,6 +320,7 @@ class HFRollout(RolloutEngine):
         ended: Tensor,
         steps: int,
         emitted: list[int],
+        routes: _Routes | None,
     ) -> Iterator[tuple[_Row, Chunk]]:
         """Yields what the rows have generated since the last call, and updates `emitted`, their lengths so far."""
         all_tokens, all_log_probs = tokens[:, :steps].cpu().numpy(), log_probs[:, :steps].cpu().numpy()
@@ -298,9 +333,12 @@ class HFRollout(RolloutEngine):
             if has_ended:
                 reason = "stop" if self._ends(all_tokens[number, :last], row.sampling) else "length"
             new = slice(first, last)
+            read = None if routes is None or reason is None else routes.of(number, last)
             yield (
                 row,
-                Chunk(tuple(all_tokens[number, new].tolist()), tuple(all_log_probs[number, new].tolist()), reason),
+                Chunk(
+                    tuple(all_tokens[number, new].tolist()), tuple(all_log_probs[number, new].tolist()), reason, read
+                ),
             )
 
     def _end_now(self, tokens: Tensor, responses: Tensor, sampling: Sampling) -> Tensor:

@@ -210,10 +210,10 @@ class VLLMProcess:
             event_loop.loop().call_soon_threadsafe(self._fail, error)
 
     def _deliver(self, new_tokens: list[NewTokens]) -> None:
-        for number, ids, log_probs, reason in new_tokens:
+        for number, ids, log_probs, reason, routes in new_tokens:
             chunks = self.requests.get(number) if reason is None else self.requests.pop(number, None)
             if chunks is not None:  # else it was cancelled
-                chunks.put_nowait(Chunk(tuple(ids), tuple(log_probs), reason))
+                chunks.put_nowait(Chunk(tuple(ids), tuple(log_probs), reason, routes))
 
     def _fail(self, error: EngineLost) -> None:
         for chunks in self.requests.values():
@@ -263,6 +263,7 @@ class VLLMRollout(RolloutEngine):
         cpu_cache_gib: int = 1,
         tensor_parallel: int = 1,
         devices: tuple[str, ...] = (),
+        records_routes: bool = False,
         **options: Any,
     ) -> None:
         """Prepares the options; the first call starts vLLM.
@@ -272,11 +273,13 @@ class VLLMRollout(RolloutEngine):
             timeout_s: vLLM is restarted if it makes no progress for this many seconds.
             deterministic: make a response independent of the requests in its batch; only on a GPU.
             devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
+            records_routes: chunks have the experts that a mixture of experts chose.
             options: more arguments of vLLM's `EngineArgs`.
         """
         self.eos, self.timeout_s = eos_token_ids, timeout_s
         self.on_gpu, self.cpu_cache_gib, self.deterministic = on_gpu, cpu_cache_gib, deterministic
         self.tensor_parallel, self.devices = tensor_parallel, devices
+        self.records_routes = records_routes
         self.dtype: torch.dtype = getattr(torch, dtype)
         # vLLM's `ipc` works within one GPU
         self.transfers_on_device = on_gpu and tensor_parallel == 1
@@ -308,6 +311,7 @@ class VLLMRollout(RolloutEngine):
             "worker_extension_cls": "ratchet.rlhf.rollout.vllm_weights.Extension",
             # only the newest adapter is ever used
             **({} if lora_rank is None else {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}),
+            **({"enable_return_routed_experts": True} if records_routes else {}),
             **options,
         }
         # files in /dev/shm would hold memory after this process
@@ -458,6 +462,8 @@ class VLLMRollout(RolloutEngine):
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
+        if self.records_routes:  # vLLM 0.32's older runner cannot return them
+            variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         if not self.on_gpu:
             variables["VLLM_CPU_KVCACHE_SPACE"] = str(self.cpu_cache_gib)
         elif self.deterministic:

@@ -15,10 +15,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Submission = tuple[int, list[int], dict[str, Any], "tuple[int, Path] | None"]
 """Request number, prompt ids, arguments of vLLM's `SamplingParams`, and number and folder of the LoRA adapter."""
-NewTokens = tuple[int, list[int], list[float], "str | None"]
-"""Number of the request, its new tokens, their log-probs in nats, and the finish reason (None: it is incomplete)."""
+NewTokens = tuple[int, list[int], list[float], "str | None", "np.ndarray | None"]
+"""Number of the request, its new tokens, their log-probs in nats, the finish reason (None: it is incomplete), and
+`Chunk.routes`."""
 
 FLUSH_S = 0.2
 """Seconds between messages with the new tokens of unfinished responses. The parent takes silence for a hang."""
@@ -95,6 +98,8 @@ class _Running:
     number: int
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+    """The experts of the tokens that it has read, step by step, shape (tokens, layers, k)."""
 
 
 class VLLM:
@@ -106,6 +111,10 @@ class VLLM:
 
         self.llm = LLM(**options)
         self._takes_adapters = bool(options.get("enable_lora"))
+        self._layers: list[int] | None = None
+        """The layers whose experts requests return; None: they return none."""
+        if options.get("enable_return_routed_experts"):
+            self._layers = self.llm.collective_rpc("layers_with_experts")[0]
         self._transfer = {"packed": True} if options["weight_transfer_config"]["backend"] == "ipc" else {}
         # log-probs are compiled on first use, which takes seconds on the CPU: a request that took so
         # long would seem to hang, so it is part of the start
@@ -166,9 +175,12 @@ class VLLM:
             if output.new_token_ids:
                 running.ids += output.new_token_ids
                 running.log_probs += [candidates[0] for candidates in output.new_logprobs.logprobs.tolist()]
+            if output.routed_experts is not None:
+                running.routes.append(output.routed_experts)
             reason = reasons.get(str(running.number))
             if reason is not None:
-                ended.append((running.number, running.ids, running.log_probs, "stop" if reason == "stop" else "length"))
+                reason = "stop" if reason == "stop" else "length"
+                ended.append((running.number, running.ids, running.log_probs, reason, self._routes(running)))
                 self._forget(output.request_id)
         return ended
 
@@ -177,9 +189,17 @@ class VLLM:
         new: list[NewTokens] = []
         for running in self._running.values():
             if running.ids:
-                new.append((running.number, running.ids, running.log_probs, None))
+                new.append((running.number, running.ids, running.log_probs, None, None))
                 running.ids, running.log_probs = [], []
         return new
+
+    def _routes(self, running: _Running) -> np.ndarray | None:
+        """Returns `Chunk.routes` of a response that has ended."""
+        if self._layers is None:
+            return None
+        # vLLM also has layers without experts
+        routes: np.ndarray = np.concatenate(running.routes)[:, self._layers].astype(np.int16)
+        return routes.reshape(len(routes), -1)
 
     def _forget(self, own_id: str) -> None:
         del self._running[own_id]

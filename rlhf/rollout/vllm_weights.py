@@ -198,7 +198,14 @@ def _pack_heads_again(model: torch.nn.Module) -> None:
 
 
 class Extension:
-    """Adds nothing to vLLM's workers: naming this class makes them import this module."""
+    """Methods that vLLM's workers get. Naming this class also makes them import this module."""
+
+    def layers_with_experts(self) -> list[int]:
+        """Returns the numbers of the model's layers that have experts."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]  # of vLLM's worker
+        return sorted({int(module.layer_id) for module in model.modules() if isinstance(module, MoERunner)})
 
 
 WeightTransferEngineFactory.register_engine(HOST_MEMORY, HostMemoryEngine)

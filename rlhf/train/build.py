@@ -24,8 +24,11 @@ def train_engine(
     dtype: Dtype,
     kernels: Kernels = "torch",
     trainable: bool = True,
+    follows_routes: bool = False,
 ) -> ModelEngine:
     """Builds the train engine that `trainer.engine` names, of a model with float32 weights or its skeleton.
+
+    With `follows_routes`, tokens go to the experts that a batch names, if it names any.
 
     Raises UserError if the model does not support an option of the trainer.
     """
@@ -37,6 +40,7 @@ def train_engine(
         "packing": trainer.packing,
         "share_prompts": trainer.share_prompts,
         "optimizer": trainer.optimizer,
+        "follows_routes": follows_routes,
     }
     engine = trainer.engine
     if isinstance(engine, FSDPConfig):

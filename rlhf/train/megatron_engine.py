@@ -31,6 +31,7 @@ from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models import activation_checkpointing, megatron_model
 from ratchet.rlhf.models.megatron_layout import EXPERTS, TensorBlock, local_layout, parts_between, refusal
+from ratchet.rlhf.models.routes import no_experts
 from ratchet.rlhf.models.skeleton import Skeleton
 from ratchet.rlhf.models.token_outputs import Head, TokenOutputs, VocabularyShare
 from ratchet.rlhf.train.engine import InferencePlan, OptimizerPlan
@@ -112,6 +113,7 @@ class MegatronEngine(ModelEngine):
         kept = activation_checkpointing.chosen(options.get("gradient_checkpointing", False), accelerator.device())
         # the decoder expects sequences that are padded on the right
         options |= {"packing": False, "share_prompts": False}
+        follows_routes = options.pop("follows_routes", False)
         skeleton = Skeleton.of(model)
         config = skeleton.model.config.get_text_config()
         self.groups = MegatronGroups.of(layout)
@@ -130,6 +132,12 @@ class MegatronEngine(ModelEngine):
         self.decoder.train(self.trainable and bool(kept))  # only affects recomputation
         self.decoder.requires_grad_(self.trainable)
         self.module.decoder = self.decoder
+        if follows_routes:
+            if not self.decoder.config.num_moe_experts:
+                raise UserError(no_experts(config.model_type))
+            self.module.routers = megatron_model.FollowingRouters(
+                self.decoder, recomputes=self.trainable and bool(kept)
+            )
         if head == "policy" and place.is_last_stage and place.tensors > 1:
             share = config.vocab_size // place.tensors
             self.module.vocabulary = VocabularyShare(self.groups.tensors, share * place.tensor, place.tensors)
@@ -249,6 +257,8 @@ class MegatronEngine(ModelEngine):
         def step(numbers: Iterator[int], _: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
             micro = micro_batches[number].to(self.device)
+            if self.module.routers is not None:
+                self.module.routers.follow(micro.routes)
             hidden = self.decoder.hidden(micro.input_ids)
             if not self.groups.place.is_last_stage:
                 return hidden, _no_loss

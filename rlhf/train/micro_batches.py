@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ratchet.rlhf.distributed import accelerator
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.schema import ROUTES
 
 if TYPE_CHECKING:
     import torch
@@ -76,12 +78,55 @@ def in_rounds(sizes: np.ndarray, teams: int) -> list[np.ndarray]:
 
 
 def prompt_numbers(batch: TrajectoryBatch) -> np.ndarray:
-    """Numbers the prompts of a batch from 0, in the order of their first row; equal prompts have the same number."""
+    """Numbers the prompts of a batch from 0, in the order of their first row; equal prompts have the same number.
+
+    Prompts whose tokens went to other experts are not equal.
+    """
     ids, lengths = batch.flat("prompt_ids"), batch.lengths("prompt_ids")
     numbers: dict[bytes, int] = {}
     ends = np.cumsum(lengths)
-    prompts = (ids[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True))
+    prompts = [ids[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
+    if ROUTES in batch:
+        routes, end_of = batch.flat(ROUTES), np.cumsum(batch.lengths(ROUTES))
+        of_prompt = lengths * (batch.lengths(ROUTES) // np.maximum(tokens_read(batch), 1))
+        begins = end_of - batch.lengths(ROUTES)
+        prompts = [
+            prompt + routes[begin : begin + count].tobytes()
+            for prompt, begin, count in zip(prompts, begins, of_prompt, strict=True)
+        ]
     return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
+
+
+def tokens_read(batch: TrajectoryBatch) -> np.ndarray:
+    """Returns how many tokens of each trajectory a model reads: all but the response's last; shape (batch,)."""
+    return np.asarray(batch.lengths("prompt_ids") + np.maximum(batch.lengths("response_ids") - 1, 0))
+
+
+def check_routes(batch: TrajectoryBatch, layers: int, experts: int) -> None:
+    """Raises UserError if the column of routes does not fit to the trajectories, or to a model.
+
+    Args:
+        layers: number of the model's layers with experts.
+        experts: number of experts of such a layer.
+    """
+    sizes, read = batch.lengths(ROUTES), tokens_read(batch)
+    slots = int((sizes // np.maximum(read, 1)).max(initial=0))
+    problems = {
+        "have another length than its tokens": (sizes > 0) & (sizes != slots * read),
+        f"are not of {layers} layers with experts": (sizes > 0) & (slots % layers != 0),
+    }
+    routes, ends = batch.flat(ROUTES), np.cumsum(sizes)
+    beyond = np.flatnonzero((routes < -1) | (routes >= experts))
+    problems[f"name other experts than the model's {experts}"] = np.isin(
+        np.arange(len(batch)), np.searchsorted(ends, beyond, side="right")
+    )
+    names = batch.list("trajectory_id") if "trajectory_id" in batch else [f"row {row}" for row in range(len(batch))]
+    for problem, rows in problems.items():
+        if rows.any():
+            raise UserError(
+                f"{ROUTES} of {names[int(rows.argmax())]} {problem}: they are damaged, or of another model: generate "
+                "the iteration again, or set rollout.router_replay: false"
+            )
 
 
 def by_prompt(
@@ -159,6 +204,8 @@ class MicroBatch:
     """Attention structure of a row of several sequences; None: padded."""
     own: OwnTokens | None = None
     """The response tokens in this process's share, if a team splits the sequences."""
+    routes: Int[Tensor, "sequences time slots"] | None = None
+    """The experts of each token in all layers, -1 where the model chooses; None: it always chooses."""
     top: Int[Tensor, "tokens k"] | int = 0
     """For each response token, the teacher's most likely tokens; or how many of the model's own to find; 0: none."""
 
@@ -191,6 +238,7 @@ class MicroBatch:
         is_read = within < np.repeat(read, responses)
         positions: np.ndarray | None = None
         shared: SharedPrompts | Segments | None = None
+        routes = _routes(part, prompts + read) if ROUTES in part else None
         if layout == "shared":
             numbers = prompt_numbers(part)
             _, first = np.unique(numbers, return_index=True)
@@ -203,6 +251,11 @@ class MicroBatch:
             positions = np.concatenate([_within(unique), _within(read) + np.repeat(prompts, read)])[None]
             ends, starts = np.cumsum(unique)[numbers], len(once) + np.cumsum(read) - read
             at = np.where(within == 0, np.repeat(ends, responses), np.repeat(starts, responses) + within) - 1
+            if routes is not None:
+                before = np.cumsum(prompts + read) - prompts - read
+                of_prompts = np.repeat(before[first], unique) + _within(unique)
+                of_responses = np.repeat(before + prompts, read) + _within(read)
+                routes = routes[np.concatenate([of_prompts, of_responses])][None]
         else:
             total = prompts + read
             width = int(total.max())
@@ -218,6 +271,11 @@ class MicroBatch:
                 input_ids, copies = input_ids[real][None], copies[real][None]
                 positions = np.broadcast_to(time, real.shape)[real][None]
                 shared = Segments.of_sequences(total)
+                routes = None if routes is None else routes[None]
+            elif routes is not None:
+                padded = np.full((*real.shape, routes.shape[-1]), -1, dtype=routes.dtype)
+                padded[real] = routes
+                routes = padded
         horizon = int(responses.max(initial=0))
         indices = torch.from_numpy(at)
         return cls(
@@ -232,6 +290,7 @@ class MicroBatch:
             tokens=int(copies.sum()),
             shared=shared,
             own=None if team is None else team.own(indices, input_ids.shape[1]),
+            routes=None if routes is None else torch.from_numpy(routes),
             top=torch.from_numpy(part.flat(TOP_K_IDS).astype(np.int64)).view(len(response_ids), -1)
             if TOP_K_IDS in part
             else 0,
@@ -250,6 +309,7 @@ class MicroBatch:
             copies=accelerator.placed(self.copies, device),
             shared=None if self.shared is None else self.shared.to(device),
             own=None if self.own is None else self.own.to(device),
+            routes=None if self.routes is None else accelerator.placed(self.routes, device),
             top=self.top if isinstance(self.top, int) else accelerator.placed(self.top, device),
         )
 
@@ -261,6 +321,18 @@ class MicroBatch:
         size = len(self.rows) * self.horizon
         flat = per_token.new_zeros((size, *per_token.shape[1:])).index_copy(0, self.padded_at, per_token)
         return flat.view(len(self.rows), self.horizon, *per_token.shape[1:])
+
+
+def _routes(part: TrajectoryBatch, read: np.ndarray) -> np.ndarray | None:
+    """Returns the routes of the tokens that a model reads, row after row, shape (tokens, slots), with -1 where they are
+    unknown; None if all are."""
+    sizes = part.lengths(ROUTES)
+    slots = int((sizes // np.maximum(read, 1)).max(initial=0))
+    if not slots:
+        return None
+    routes = np.full((int(read.sum()), slots), -1, dtype=np.int16)
+    routes[np.repeat(sizes > 0, read)] = part.flat(ROUTES).reshape(-1, slots)
+    return routes
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:

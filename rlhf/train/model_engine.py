@@ -11,6 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,6 +34,7 @@ from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
 from ratchet.rlhf.models.sequence_parallel import Team
 from ratchet.rlhf.models.skeleton import Skeleton
 from ratchet.rlhf.models.token_outputs import TOP_K, Head, TokenOutputs
+from ratchet.rlhf.schema import ROUTES
 from ratchet.rlhf.train.engine import InferenceEngine, InferencePlan, OptimizerPlan
 from ratchet.rlhf.train.micro_batches import (
     TOP_K_COLUMNS,
@@ -41,6 +43,7 @@ from ratchet.rlhf.train.micro_batches import (
     Piece,
     by_prompt,
     by_token_budget,
+    check_routes,
     deal,
     in_rounds,
     prompt_numbers,
@@ -88,6 +91,7 @@ class ModelEngine(InferenceEngine, ABC):
         share_prompts: bool = True,
         sequence_parallel: int = 1,
         tensor_parallel: int = 1,
+        follows_routes: bool = False,
         optimizer: Optimizer = AdamW(),  # noqa: B008  (it is frozen)
     ) -> None:
         """Wraps a model.
@@ -103,9 +107,11 @@ class ModelEngine(InferenceEngine, ABC):
             share_prompts: compute a prompt once for all its responses in a micro-batch, where the model supports it.
             sequence_parallel: number of adjacent ranks that split each sequence.
             tensor_parallel: number of adjacent ranks that split each matrix.
+            follows_routes: where a batch has the experts that tokens went to, they go to these again.
 
         Raises:
-            UserError: the model does not support `packing`, `sequence_parallel`, or its log-probs would be wrong.
+            UserError: the model does not support `packing`, `sequence_parallel` or routes, or its log-probs would be
+                wrong.
         """
         skeleton = Skeleton.of(model)
         model, self._sources = skeleton.model, skeleton.sources
@@ -117,7 +123,13 @@ class ModelEngine(InferenceEngine, ABC):
         team = Team.of(sequence_parallel) if sequence_parallel > 1 else None
         varlen = prefix_sharing.has_kernel(model, accelerator.device(), getattr(torch, dtype))
         self.module = self.outputs_type(
-            model, head, team=team, packing=bool(packing), share_prompts=share_prompts, varlen=varlen
+            model,
+            head,
+            team=team,
+            packing=bool(packing),
+            share_prompts=share_prompts,
+            varlen=varlen,
+            follows_routes=follows_routes,
         )
         self.module.use(kernels)
         self.model = model
@@ -252,6 +264,8 @@ class ModelEngine(InferenceEngine, ABC):
     # Computing.
 
     def infer_each(self, batches: Sequence[TrajectoryBatch], plan: InferencePlan) -> list[dict[str, pa.Array]]:
+        for batch in batches:
+            self._check_routes(batch)
         names = plan.outputs
         lengths = [batch.lengths("response_ids") for batch in batches]
         starts = [np.concatenate([[0], np.cumsum(of_batch)]) for of_batch in lengths]
@@ -264,7 +278,8 @@ class ModelEngine(InferenceEngine, ABC):
         micro_batches = self._dealt(batches, plan.micro_batch_tokens)
         # all outputs leave a GPU together, so that it never waits for the host in between
         parts = self._outputs([replace(micro, top=plan.top_k) for *_, micro in micro_batches], names, plan.temperature)
-        computed = [outputs for _, outputs in parts]
+        with self._routes_end():
+            computed = [outputs for _, outputs in parts]
         columns = {name: [outputs[name] for outputs in computed] for name in names}
         on_host = {
             name: torch.cat(values).view(-1, widths[name]).cpu().numpy() for name, values in columns.items() if values
@@ -285,11 +300,29 @@ class ModelEngine(InferenceEngine, ABC):
         assert not self.optimizer_buffers.in_use, "the optimizer state is not on the device"
         if not plan.mini_batches:
             return {}
+        self._check_routes(batch)
         sums: dict[str, float] = {}
-        for rows in plan.mini_batches:
-            for name, value in self._mini_batch(batch.take(rows), objective, plan).items():
-                sums[name] = sums.get(name, 0.0) + value
+        with self._routes_end():
+            for rows in plan.mini_batches:
+                for name, value in self._mini_batch(batch.take(rows), objective, plan).items():
+                    sums[name] = sums.get(name, 0.0) + value
         return {name: value / len(plan.mini_batches) for name, value in sums.items()}
+
+    def _check_routes(self, batch: TrajectoryBatch) -> None:
+        """Raises UserError if a batch has routes that do not fit."""
+        if ROUTES in batch:
+            routers = self.module.routers
+            assert routers is not None, "only an engine that follows routes is given any"
+            check_routes(batch, routers.count, routers.experts)
+
+    @contextmanager
+    def _routes_end(self) -> Iterator[None]:
+        """Lets the routers choose again after the block: a rollout may share the model."""
+        try:
+            yield
+        finally:
+            if self.module.routers is not None:
+                self.module.routers.end()
 
     def update_flops(self, batch: TrajectoryBatch, plan: OptimizerPlan) -> float:
         rows = np.array([row for mini_batch in plan.mini_batches for row in mini_batch], dtype=np.int64)
@@ -479,7 +512,8 @@ class ModelEngine(InferenceEngine, ABC):
         copies = micro.copies if with_router else None
         ids, positions, shared = micro.input_ids, micro.position_ids, micro.shared
         targets, names = (micro.at, micro.targets), tuple(outputs)
-        return self._call(ids, positions, *targets, temperature, names, shared, copies, micro.own, micro.top)
+        places = micro.own, micro.top, micro.routes
+        return self._call(ids, positions, *targets, temperature, names, shared, copies, *places)
 
     def _from_all(self, values: np.ndarray) -> np.ndarray:
         """Combines the values of all ranks, each of which has filled in its own rows and left the others 0."""

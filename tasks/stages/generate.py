@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import JsonValue
 
 from ratchet.infra.execution.driver import Driver
@@ -35,7 +36,7 @@ from ratchet.rlhf.environments.environment import EnvironmentFailed
 from ratchet.rlhf.environments.guarded_calls import check_continues
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Request, Sampling
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import ROUTES, TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.curriculum import solve_rates
 from ratchet.tasks.experience_replay import draw_experience
@@ -74,6 +75,7 @@ class GenerateConfig(StageConfig):
     agent: AgentConfig | None = section("rollout.agent")
     prompts_per_shard: int = key("rollout.prompts_per_shard")
     dynamic_sampling: DynamicSamplingConfig | None = key("algorithm.dynamic_sampling")
+    router_replay: bool = key("rollout.router_replay")
     # operational: the assigned weights cover it
     partial: bool = key("rollout.partial", operational=True)
 
@@ -146,6 +148,8 @@ class Prompts:
     sampling: Sampling
     environment: EnvironmentConfig | None
     agent: AgentConfig | None
+    router_replay: bool = False
+    """True if the trajectories have the experts of their tokens."""
 
     @property
     def partner(self) -> EnvironmentConfig | AgentConfig | None:
@@ -213,7 +217,16 @@ def prompts_of(context: Context[GenerateConfig]) -> Prompts:
     rows = dict(zip(numbers, drawn, strict=True))
     # prompts that are drawn with their answers replace others
     rows |= {number: dataset.index_of(experience.row) for number, experience in context.call.replayed.items()}
-    return Prompts(dataset, list(rows.items()), config.prompt, config.n, sampling, config.environment, config.agent)
+    return Prompts(
+        dataset,
+        list(rows.items()),
+        config.prompt,
+        config.n,
+        sampling,
+        config.environment,
+        config.agent,
+        config.router_replay,
+    )
 
 
 def begin(context: Context[GenerateConfig]) -> ShardStart:
@@ -263,7 +276,7 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
             if prompt.continues is not None:
                 dialogue = Dialogue.continuing(request, beginning, _continued(context, prompts, prompt))
             if sample < len(answers):
-                _repeat(dialogue, answers[sample])
+                _repeat(dialogue, answers[sample], with_routes=prompts.router_replay)
             dialogues.append(dialogue)
     environment, agent = prompts.environment, prompts.agent
     if agent is not None:
@@ -315,8 +328,17 @@ def _continued(context: Context[C], prompts: Prompts, prompt: Prompt) -> dict[st
     return {name: prefix[name] for name in fields} | nothing
 
 
-def _repeat(dialogue: Dialogue, answer: ReplayedAnswer) -> None:
-    """Completes a trajectory with an answer that its prompt is drawn with."""
+def _repeat(dialogue: Dialogue, answer: ReplayedAnswer, *, with_routes: bool) -> None:
+    """Completes a trajectory with an answer that its prompt is drawn with.
+
+    Raises UserError if the answer lacks the routes that the trainer needs. Those of an expert's answer are not known.
+    """
+    routes = np.asarray(answer.routes or (), dtype=np.int16)
+    if with_routes and answer.routes is None and not answer.by_expert:
+        raise UserError(
+            f"data.replay draws {answer.source}, which was generated without rollout.router_replay and has no "
+            f"{ROUTES}: set rollout.router_replay: false, or leave that run or iteration out"
+        )
     dialogue.restore(
         {
             "ids": answer.ids,
@@ -328,6 +350,8 @@ def _repeat(dialogue: Dialogue, answer: ReplayedAnswer) -> None:
             "turn_rewards": [],
             "finish_reason": answer.finish_reason,
             "tool_error": None,
+            "routes": routes.tobytes(),
+            "slots": len(routes) // (len(dialogue.request.prompt_ids) + max(len(answer.ids) - 1, 0)),
         }
     )
     dialogue.replayed_from, dialogue.by_expert = answer.source, answer.by_expert
@@ -378,6 +402,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "rollout_error": trajectory.error,
                 "tool_error": trajectory.tool_error,
                 "environment_reward": _environment_reward(trajectory, prompts),
+                ROUTES: dialogue.routed_experts if prompts.router_replay else None,
                 "turn_seconds": dialogue.turn_seconds[: len(dialogue.turn_ends)] if talks else None,
                 "branch": None if prompts.agent is None else branch,
                 "calls": None if prompts.agent is None else [asdict(call) for call in dialogue.calls],

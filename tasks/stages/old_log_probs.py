@@ -6,8 +6,9 @@ from ratchet.infra.workers.calls import Context, ShardOutput, ShardSummary
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.user_algorithms import AnyAdvantage
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import ROUTES, TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key
+from ratchet.tasks.routes import with_routes
 from ratchet.tasks.stage import RowsStage
 
 
@@ -16,11 +17,13 @@ class OldLogProbsConfig(StageConfig):
     advantage: AnyAdvantage = key("algorithm.advantage", operational=True)
     dtype: str = key("model.dtype")
     temperature: float = key("rollout.temperature")
+    router_replay: bool = key("rollout.router_replay")
     micro_batch_tokens: int = key("actor.micro_batch_tokens", operational=True)
 
 
 def old_log_probs(context: Context[OldLogProbsConfig]) -> ShardOutput[ShardSummary]:
-    config, batch = context.config, context.batch
+    config = context.config
+    batch = with_routes(context.batch, config.router_replay)
     optional = ("sum_pi_squared",) if "sum_pi_squared" in config.advantage.needs else ()
     outputs = context.engine.infer(
         batch,
@@ -46,7 +49,7 @@ OLD_LOG_PROBS = RowsStage(
     label="old",
     config=OldLogProbsConfig,
     exists=exists,
-    reads={"generate": ("prompt_ids", "response_ids"), "select": ()},
+    reads={"generate": ("prompt_ids", "response_ids", ROUTES), "select": ()},
     writes=TRAJECTORY.of("old_log_probs"),
     compute=old_log_probs,
     summary=ShardSummary,

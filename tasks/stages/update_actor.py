@@ -13,10 +13,12 @@ from ratchet.rlhf.batch import TrajectoryBatch, ragged
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.sections import UpdateConfig
 from ratchet.rlhf.config.user_algorithms import AnyPolicyLoss, loaded
+from ratchet.rlhf.schema import ROUTES
 from ratchet.rlhf.seeding import generator
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.rlhf.train.performance import memory
 from ratchet.tasks.optimizer_steps import optimizer_steps, updated
+from ratchet.tasks.routes import with_routes
 from ratchet.tasks.stage import UpdateStage
 
 
@@ -24,6 +26,7 @@ class UpdateActorConfig(StageConfig):
     seed: int = key("run.seed")
     dtype: str = key("model.dtype")
     temperature: float = key("rollout.temperature")
+    router_replay: bool = key("rollout.router_replay")
     max_response_tokens: int = key("rollout.max_response_tokens")
     loss: AnyPolicyLoss = key("algorithm.loss")
     kl_in_loss: float | None = key("algorithm.kl.in_loss")
@@ -38,7 +41,8 @@ class UpdateActorConfig(StageConfig):
 
 
 def update_actor(context: Context[UpdateActorConfig]) -> dict[str, float]:
-    config, batch = context.config, context.batch
+    config = context.config
+    batch = with_routes(context.batch, config.router_replay)
     correction, loss = config.rollout_correction, loaded(config.loss)
     bypass = correction if correction is not None and correction.bypass else None
     if bypass is not None:
@@ -90,7 +94,7 @@ UPDATE_ACTOR = UpdateStage(
     config=UpdateActorConfig,
     exists=exists,
     reads={
-        "generate": ("prompt_ids", "response_ids", "rollout_log_probs"),
+        "generate": ("prompt_ids", "response_ids", "rollout_log_probs", ROUTES),
         "select": (),
         "advantages": ("advantages", "loss_mask", "rollout_is_weights"),
         "old_log_probs": ("old_log_probs",),

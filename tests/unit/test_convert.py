@@ -480,7 +480,8 @@ def test_verls_switch_of_the_engine_is_read(tmp_path: Path) -> None:
         f"{MEGATRON}.pipeline_model_parallel_size=2",
         f"{MEGATRON}.tensor_model_parallel_size=4",
         f"{MEGATRON}.param_offload=True",
-        f"{MEGATRON}.router_replay.mode=disabled",
+        f"{MEGATRON}.router_replay.mode=R3",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
         f"{MEGATRON}.override_transformer_config.recompute_granularity=full",
         "trainer.n_gpus_per_node=8",
         "algorithm.adv_estimator=grpo",
@@ -494,6 +495,7 @@ def test_verls_switch_of_the_engine_is_read(tmp_path: Path) -> None:
         "tensor_parallel": 4,
     }
     assert actor.offload_when_idle
+    assert converted.config().rollout.router_replay
     assert "recompute_granularity=full: changes memory, speed or rounding only" in comments(converted)
     veomni = ["model_engine=veomni", *given[-3:]]
     actor = convert(script(tmp_path, *QUICKSTART, *veomni), "verl", [STEPS]).config().actor
@@ -567,8 +569,8 @@ IMAGES = "models see text only here"
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        (f"{MEGATRON}.router_replay.mode=R3", "does not repeat the rollout's routes: set disabled"),
-        ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "set false"),
+        (f"{MEGATRON}.router_replay.mode=R2", "only the rollout's routes are repeated: set R3, or disabled"),
+        ("critic.router_replay.mode=R3", "only the actor repeats the rollout's routes: set disabled"),
         (f"{MEGATRON}.override_transformer_config.moe_aux_loss_coeff=0.01", "has no load-balancing loss"),
         ("data.image_key=images", IMAGES),
         ("data.train_files=$HOME/data/geo3k/train.parquet", IMAGES),
@@ -650,9 +652,11 @@ PRIME_RL = (SCRIPTS / "prime_rl.toml").read_text()
 def test_prime_rls_max_rl_and_arguments_of_vllm(tmp_path: Path) -> None:
     path = tmp_path / "rl.toml"
     text = PRIME_RL.replace("[trainer.optim]", '[orchestrator.algo]\ntype = "max_rl"\n[trainer.optim]')
+    text = text.replace("[trainer.optim]", "[trainer]\nenable_router_replay = true\n[trainer.optim]")
     path.write_text(text.replace("[inference.vllm]", "[inference.vllm]\nmax_num_seqs = 64"))
     config = convert(path, "prime-rl").config()
     assert config.algorithm.advantage.type == "max_rl"
+    assert config.rollout.router_replay
     assert config.rollout.engine.model_dump()["args"] == {"max_num_seqs": 64}
 
 

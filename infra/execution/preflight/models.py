@@ -46,6 +46,7 @@ def check_models(config: RunConfig) -> None:
         *(partial(check_unquantized, config.model_of(role)) for role in config.readers if ROLES[role].learns),
         partial(_check_heads, config),
         partial(_check_heads_of_vllm, config),
+        partial(_check_routes_of_vllm, config),
         *(partial(_check_megatron, config, role) for role in config.readers),
         *(partial(_check_packing, config, owner) for owner in config.trainers),
         *(partial(_check_sequence_parallel, config, role) for role in config.readers),
@@ -62,9 +63,12 @@ def check_models(config: RunConfig) -> None:
 
 def _check_policy(config: RunConfig) -> None:
     """Refuses a policy that would train or generate wrongly, and says how one generates that cannot be padded."""
+    from ratchet.rlhf.models.routes import Routers, number_of_experts
     from ratchet.rlhf.models.support import check_adapters, check_decoder, check_packing, small_decoder
 
     check_architecture(config.model, "model", is_critic=False)
+    if config.rollout.router_replay:
+        number_of_experts(text_config(config.model))
     if isinstance(config.actor.engine, MegatronConfig):  # it has layers of its own
         return
     small = small_decoder(config.model)
@@ -76,6 +80,8 @@ def _check_policy(config: RunConfig) -> None:
         check_packing(small, "actor.packing")
     if config.model.lora is not None and is_installed("peft"):
         check_adapters(config.model, small)
+    if config.rollout.router_replay:
+        Routers.of(small, small)
     if decoding is not None and not (decoding.pads and decoding.selects):
         note(f"{named}: {decoding.said(small.config.model_type)}")
 
@@ -102,10 +108,7 @@ def _check_heads(config: RunConfig) -> None:
 
 def _check_heads_of_vllm(config: RunConfig) -> None:
     """Refuses a model whose attention heads have a size that vLLM cannot compute without a GPU."""
-
-    pool = config.pool_of("rollout")
-    has_gpu = accelerator.has_cuda() if pool is None else config.pools[pool].gpus_per_worker > 0
-    if not isinstance(config.rollout.engine, VLLMConfig) or has_gpu or not is_installed("vllm"):
+    if not isinstance(config.rollout.engine, VLLMConfig) or _rollout_has_gpu(config) or not is_installed("vllm"):
         return
     decoder = text_config(config.model)
     size = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
@@ -114,6 +117,19 @@ def _check_heads_of_vllm(config: RunConfig) -> None:
             f"rollout.engine vllm cannot compute {config.model.path} without a GPU: its attention heads have {size} "
             "dimensions (head_dim): choose another model, or rollout.engine: hf"
         )
+
+
+def _check_routes_of_vllm(config: RunConfig) -> None:
+    if config.rollout.router_replay and isinstance(config.rollout.engine, VLLMConfig) and not _rollout_has_gpu(config):
+        raise UserError(
+            "rollout.router_replay needs the experts that the rollout chose, and vLLM tells them on a GPU only: "
+            "set rollout.engine: hf, or rollout.router_replay: false"
+        )
+
+
+def _rollout_has_gpu(config: RunConfig) -> bool:
+    pool = config.pool_of("rollout")
+    return accelerator.has_cuda() if pool is None else config.pools[pool].gpus_per_worker > 0
 
 
 @cache

@@ -393,10 +393,8 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         "it belongs to another algorithm than grpo: remove it",
         unless=(),
     ),
-    refused(
-        ("trainer.enable_router_replay", f"{VLLM}.enable_return_routed_experts"),
-        "the trainer does not repeat the rollout's routes to experts: set false",
-    ),
+    direct("trainer.enable_router_replay", "rollout.router_replay"),
+    without_equal(f"{VLLM}.enable_return_routed_experts", "vLLM returns routes if the trainer repeats them"),
     refused(
         (f"{MODEL}.quantization", f"{MODEL}.quantization.*"),
         "matrices are not multiplied in 8 bits in training: remove it",

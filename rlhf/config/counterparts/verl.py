@@ -531,7 +531,7 @@ def _trainer(role: str, section: str, engine: str, model: str) -> tuple[Counterp
         *_optimizer(optimizer),
         *_megatron(megatron, role),
         *_fsdp(engine),
-        *_router_replay((f"{section}.router_replay", f"{megatron}.router_replay", f"{veomni}.router_replay")),
+        *_router_replay((f"{section}.router_replay", f"{megatron}.router_replay", f"{veomni}.router_replay"), role),
         refused(
             (f"{section}.qat.enable", f"{engine}.qat.enable", f"{megatron}.qat.enable"),
             "weights are not rounded in training: remove it",
@@ -741,15 +741,21 @@ def _fsdp(engine: str) -> tuple[Counterpart, ...]:
     )
 
 
-def _router_replay(sections: Iterable[str]) -> tuple[Counterpart, ...]:
+def _router_replay(sections: Iterable[str], role: str) -> tuple[Counterpart, ...]:
     names = tuple(sections)
+    modes = tuple(f"{name}.mode" for name in names)
+
+    def convert(settings: Settings) -> Converted:
+        given = {name: settings[name] for name in modes if settings.has(name)}
+        for name, mode in given.items():
+            if mode not in (None, "disabled", "R3"):
+                raise UserError(f"{name} is {mode}: only the rollout's routes are repeated: set R3, or disabled")
+        return {"rollout.router_replay": True} if "R3" in given.values() else {}
+
     return (
-        refused(
-            tuple(f"{name}.mode" for name in names),
-            "the trainer routes tokens to experts itself, and does not repeat the rollout's routes: set disabled; "
-            "algorithm.rollout_correction corrects for the difference",
-            unless=("disabled",),
-        ),
+        computed(modes, "rollout.router_replay", convert, "R3 is true, disabled is false")
+        if role == "actor"
+        else refused(modes, "only the actor repeats the rollout's routes: set disabled", unless=("disabled",)),
         without_equal(
             tuple(f"{name}.{file}" for name in names for file in ("record_file", "replay_file")),
             "only router_replay.mode record and replay read it",
@@ -846,10 +852,7 @@ _REFUSED = (
         ),
         "turns are taken by rollout.environment or rollout.agent (docs/agents.md): set one, and remove it",
     ),
-    refused(
-        f"{ROLLOUT}.enable_rollout_routing_replay",
-        "the trainer does not repeat the rollout's routes to experts: set false",
-    ),
+    without_equal(f"{ROLLOUT}.enable_rollout_routing_replay", "the rollout returns routes if the actor repeats them"),
     vllm_args(f"{ROLLOUT}.engine_kwargs.vllm"),
     refused(f"{ROLLOUT}.quantization_config_file", "see rollout.engine.quantization: remove it"),
     refused(f"{ROLLOUT}.dtype", "vLLM generates in model.dtype: remove it", unless=("bfloat16", "auto")),
