@@ -53,7 +53,7 @@ import numpy as np
 from benchmarks import parts
 from ratchet.infra.workers.calls import Context, ShardStart
 from ratchet.rlhf import child_processes
-from ratchet.rlhf.rollout.server_engine import AT_ONCE
+from ratchet.rlhf.rollout.server_requests import AT_ONCE
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.generate import GENERATE, GenerateConfig, begin
 

@@ -106,7 +106,7 @@ class ServedTeacher(InferenceEngine):
         prompts, responses = batch.list("prompt_ids"), batch.list("response_ids")
         texts = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
         found = self._servers.top_tokens(texts, [len(prompt) for prompt in prompts], plan.top_k)
-        columns = {"log_probs": [one.log_probs for one in found]}
+        columns: dict[str, list[np.ndarray]] = {"log_probs": [one.log_probs for one in found]}
         if plan.top_k:
             tails = [tail_of(one, text, self._vocabulary) for one, text in zip(found, responses, strict=True)]
             columns |= {

@@ -112,4 +112,5 @@ def tail_of(found: TopTokens, text: Sequence[int], vocabulary: int) -> Float32:
     is_other = (found.ids != np.asarray(text)[:, None]).all(-1)
     rest = np.maximum(rest, np.where(is_other, np.exp(found.log_probs.astype(np.float64)), 0.0))
     with np.errstate(divide="ignore"):
-        return np.maximum(np.log(rest), NO_MASS).astype(np.float32)
+        logs: Float32 = np.maximum(np.log(rest), NO_MASS).astype(np.float32)
+    return logs

@@ -151,7 +151,7 @@ class VLLMApi:
                 yield Chunk(tuple(choice["token_ids"]), tuple(log_probs), reason)
 
     async def log_probs_of(self, ask: Ask, text: Sequence[int]) -> list[float]:
-        return (await self.top_tokens_of(ask, text, 1, 0)).log_probs.tolist()
+        return [float(log_prob) for log_prob in (await self.top_tokens_of(ask, text, 1, 0)).log_probs]
 
     async def top_tokens_of(self, ask: Ask, text: Sequence[int], start: int, top_k: int) -> TopTokens:
         """Computes log-probs of the tokens of a text from number `start` (at least 1) on, and of the `top_k` most
