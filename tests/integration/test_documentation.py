@@ -402,8 +402,11 @@ FREE = re.compile(
 def is_key(key: str) -> bool:
     """Whether a key exists: a key or a section of the config, or a name that the user chooses within one."""
     within = [*KEYS, *TYPES]
-    named = re.sub(r"^pools\.\w+", "pools", key)
-    return FREE.match(key) is not None or any(known == named or known.startswith(f"{named}.") for known in within)
+    named = re.sub(r"^(pools\.\w+|teacher\.models\.[^.]+)", lambda found: found[0].rpartition(".")[0], key)
+    spelled = (key, named)
+    return FREE.match(key) is not None or any(
+        known == name or known.startswith(f"{name}.") for known in within for name in spelled
+    )
 
 
 def keys_of(tree: Any, prefix: str = "") -> Iterator[str]:
