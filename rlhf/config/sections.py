@@ -445,6 +445,11 @@ class RolloutConfig(SamplingConfig):
         "more than rounding: stop the run, or note it; off: no check. An engine that shares the actor's weights is not "
         "checked",
     )
+    workers: bool = Field(
+        False,
+        description="other processes may generate beside the driver: `ratchet rollout-worker` starts one, which may "
+        "come and go at any time",
+    )
     max_in_flight: int = Field(
         512, gt=0, description="largest number of trajectories that a replica of the engine generates at the same time"
     )
