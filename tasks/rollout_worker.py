@@ -14,6 +14,7 @@ from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.epochs import with_iterations
 from ratchet.infra.execution.executors import StageHandle
 from ratchet.infra.execution.neighbours import WorkerLife
+from ratchet.infra.execution.stopping import Stopping
 from ratchet.infra.progress import note
 from ratchet.infra.store.log import Corrupt, Fenced, Late
 from ratchet.infra.store.records import Claim
@@ -37,10 +38,11 @@ def work(url: str) -> int:
     while True:
         store.join(life.name)
         claim = store.state.claim
-        assert claim is not None, "the caller has opened the run"
+        if claim is None:
+            raise UserError(f"no driver has started a run at {url}: start it with `ratchet train`, then this worker")
         worker = _opened(store, claim)
         try:
-            with worker.stopping.watching(), life.beating():
+            with worker.stopping.watching(), life.beating(store.log, worker.stopping):
                 note(f"{life.name} generates for {worker.config.run.name}")
                 _generate_all(worker, life)
             return life.shards
@@ -66,8 +68,11 @@ def _opened(store: RunStore, claim: Claim) -> Driver:
     # this process holds the rollout alone, which is checked by the digests of the files that it loads
     config = with_iterations(stored.with_values({"pools": {}, "placement": "colocated", "rollout.canary": "off"}))
     worker = Driver(config, store, roles=("rollout",))
+    worker.stopping = Stopping(f"another `ratchet rollout-worker {name}`")
     inputs = {name: worker.outside.digest(name) for name in GENERATE.outside}
     differing = [f"the {name}" for name, digest in inputs.items() if digest != claim.outside.get(name)]
+    if claim.versions.get(GENERATE.name, GENERATE.version) != GENERATE.version:
+        differing.append(f"the code of the stage {GENERATE.name} (another release)")
     if worker.outside.initial_weights["actor"].digest != claim.initial["actor"].digest:
         differing.append(f"the model ({config.model.path})")
     if differing:

@@ -17,7 +17,9 @@ from contextlib import contextmanager, suppress
 import psutil
 
 from ratchet.infra.execution.heartbeat import INTERVAL_S, KEY, Beat, boot_id, is_process_alive
+from ratchet.infra.execution.stopping import Stopping
 from ratchet.infra.store.clock import born
+from ratchet.infra.store.log import Deleted, RunLog
 from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
 from ratchet.infra.store.records import Frozen
 from ratchet.rlhf.errors import RatchetError
@@ -50,10 +52,11 @@ class WorkerLife:
         self._objects = objects
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Beats during the `with` statement, and takes the beat back at its end."""
+    def beating(self, log: RunLog, stopping: Stopping) -> Iterator[None]:
+        """Beats during the `with` statement, and takes the beat back at its end. Stops the worker if its run is
+        deleted."""
         ended = threading.Event()
-        thread = threading.Thread(target=self._run, args=(ended,), name="worker's beat", daemon=True)
+        thread = threading.Thread(target=self._run, args=(ended, log, stopping), name="worker's beat", daemon=True)
         self._beat(0)
         thread.start()
         try:
@@ -63,16 +66,21 @@ class WorkerLife:
             thread.join(timeout=INTERVAL_S)
             with suppress(StoreUnavailable):
                 self._objects.delete([self._key])
+                if log.is_deleted():
+                    self._objects.delete_empty_folders()
 
     @property
     def _key(self) -> str:
         return f"{WORKERS}{self.name}.json"
 
-    def _run(self, ended: threading.Event) -> None:
+    def _run(self, ended: threading.Event, log: RunLog, stopping: Stopping) -> None:
         count = 0
         while not ended.wait(INTERVAL_S):
             count += 1
             with suppress(RatchetError):  # one missed beat does no harm
+                if log.is_deleted():
+                    stopping.fail(Deleted.of(log.objects.url))
+                    return
                 self._beat(count)
 
     def _beat(self, count: int) -> None:
@@ -107,6 +115,8 @@ class Neighbours:
             beats = read_all(self._objects)
             self._alive = frozenset(name for name, beat in beats.items() if self._is_alive(name, beat, now))
             self._seen = {name: seen for name, seen in self._seen.items() if name in beats}
+            dead = [name for name in beats if name is not None and name not in self._alive]
+            self._objects.delete([f"{WORKERS}{name}.json" for name in dead])  # else each look would read them again
             self._looked = now
         return self._alive
 

@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.execution.neighbours import WORKERS
 from ratchet.infra.runs.vacuum import vacuum
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import Claim, ShardCommit, Weights
 from ratchet.infra.store.run_store import RunStore
+from ratchet.rlhf.errors import UserError
 from ratchet.tasks import rollout_worker
 from ratchet.tasks.generation_runner import GenerationRunner
 from ratchet.tasks.shard_runner import ShardJob, run_rows
 from ratchet.tasks.stages.generate import shards_of
 from tests.faulty_store import Clock, Memory
 from tests.virtual.cluster import GENERATES, Work
-from tests.virtual.rollout_workers import Fleet, Machine
+from tests.virtual.rollout_workers import Fleet, Hour, Machine, records_of
 from tests.virtual.time import Group
 
 SMALL = Work(replicas=1, prompts=32, n=2, journal_s=5.0)
 """Two shards."""
+
+
+def hour(work: Work, workers: int, seconds: float, killed_every: float | None) -> Hour:
+    """Lets a fleet generate, kills half of its workers every so often, and checks what it has generated."""
+    fleet = Fleet(work, workers)
+    with fleet.driver() as driver:
+        if killed_every is not None:
+            fleet.kill_half_every(killed_every, driver.config)
+        done = fleet.generated_for(driver, seconds)
+        iterations = range(done.iterations)
+        objects = fleet.cluster.bucket.objects
+        records = records_of(objects)
+        shards = [commit for record in records for commit in record.commits if isinstance(commit, ShardCommit)]
+        times = Counter((shard.iteration, shard.shard) for shard in shards)
+        assert times == Counter((iteration, shard) for iteration in iterations for shard in range(work.shards))
+        stored = {key for key in objects if key.startswith("trajectories/")}
+        assert stored == {shard.data.key for shard in shards}, "no row is there twice, and none is gone"
+        for shard in shards:
+            rows = driver.store.read_shard(shard.data)
+            assert rows["tokens"].to_pylist() == work.tokens(shard.iteration, shard.shard)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("work", "workers", "seconds"),
+    [
+        (Work(replicas=1, prompts=256, prompts_per_shard=8), 4, 600.0),
+        pytest.param(Work(replicas=1, prompts=1024), 8, 3600.0, marks=pytest.mark.slow),
+    ],
+    ids=["ten minutes", "an hour"],
+)
+def test_killed_workers_cost_the_share_of_time_in_which_they_are_gone(work: Work, workers: int, seconds: float) -> None:
+    whole, cut = hour(work, workers, seconds, None), hour(work, workers, seconds, 300.0)
+    assert cut.kills >= workers // 2 * (seconds // 300 - 1)
+    assert 0.7 < cut.alive < 0.95
+    assert cut.tokens_per_s > 0.9 * cut.alive * whole.tokens_per_s
+    assert cut.by_workers > 0.5
 
 
 def test_a_shard_that_another_process_has_committed_may_be_complete_here() -> None:
@@ -91,6 +132,26 @@ def test_a_worker_continues_from_no_journal_of_another_config(temperature: float
         fleet.time.sleep(1.0)
         assert len(second.log.read().shards[GENERATES.name]) == 1
     assert (machine.kept > 0) == kept
+
+
+def test_signs_of_life_of_the_dead_are_deleted() -> None:
+    fleet = Fleet(SMALL, workers=2)
+    objects = fleet.cluster.bucket.objects
+    with fleet.driver() as driver:
+        fleet.kill_half_every(30.0, driver.config)
+        run_rows(driver, GENERATES, 0, {}, StageHandle(GENERATES.name))
+        assert fleet.kills >= 1
+        fleet.time.sleep(40.0)
+        driver.neighbours.alive()
+        fleet.time.sleep(40.0)
+        alive = driver.neighbours.alive()
+        found = {key.removeprefix(WORKERS).removesuffix(".json") for key in objects if key.startswith(WORKERS)}
+        assert found <= alive
+
+
+def test_a_worker_without_a_run_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"no driver has started a run at file://{tmp_path}/none"):
+        rollout_worker.work(f"file://{tmp_path}/none")
 
 
 class Meanwhile(Memory):

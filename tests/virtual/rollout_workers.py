@@ -58,7 +58,7 @@ class Machine:
     def run(self) -> None:
         """Generates until it is killed."""
         worker = self.join()
-        with self.life.beating():
+        with self.life.beating(self.store.log, worker.stopping):
             rollout_worker._generate_all(worker, self.life)
 
 
@@ -130,7 +130,7 @@ class Fleet:
 
         def kill() -> None:
             while True:
-                self.time.sleep(seconds)
+                self.time.sleep(seconds - self.time.now % seconds)
                 for place in rng.choice(self.workers, self.workers // 2, replace=False).tolist():
                     if place in self._running:
                         self._end(place)
@@ -140,34 +140,41 @@ class Fleet:
         self.time.start(kill)
 
     def generated_for(self, driver: Driver, seconds: float) -> Hour:
-        """Generates and closes iterations for so many seconds."""
-        began, stored = self.time.now, {}
+        """Generates and closes iterations for so many seconds from the beginning."""
+        stored: dict[str, bytes] = {}
+        alive: list[float] = []
 
         def note() -> None:
             self.time.sleep(seconds)
             stored.update(self.cluster.bucket.objects)
-            for place in self._running:
-                self.alive_s += self.time.now - max(self._running[place][1], began)
+            for _, first in self._running.values():
+                self.alive_s += self.time.now - first
+            alive.append(self.alive_s)
 
         self.time.start(note)
-        while self.time.now < began + seconds:
+        while self.time.now < seconds:
             run_rows(driver, GENERATES, driver.state.iteration, {}, StageHandle("generate"))
             self.time.sleep(self.cluster.speeds.rest + self.cluster.speeds.recording)
             driver.store.close({"loss": 0.0})
         records = records_of(stored)
-        shards = [(record.worker, commit) for record in records for commit in record.commits if is_shard(commit)]
+        shards = [
+            (record.worker, commit)
+            for record in records
+            for commit in record.commits
+            if isinstance(commit, ShardCommit)
+        ]
         bucket = self.cluster.bucket
         slots = sum(key.startswith("log/0") for key in bucket.objects)
         return Hour(
             tokens_per_s=sum(cast("int", shard.outputs["tokens"]) for _, shard in shards) / seconds,
-            alive=(self.alive_s + seconds) / ((self.workers + 1) * seconds),
+            alive=(alive[0] + seconds) / ((self.workers + 1) * seconds),
             kills=self.kills,
             iterations=driver.state.iteration,
             by_workers=sum(worker is not None for worker, _ in shards) / len(shards),
             leases=sum(isinstance(commit, Lease) for record in records for commit in record.commits),
             collisions=bucket.requests["create"] - slots,
             records=slots,
-            seconds=self.time.now - began,
+            seconds=self.time.now,
             requests=Counter(bucket.requests),
             most_per_s=bucket.most_per_s(),
         )
@@ -201,7 +208,3 @@ class Fleet:
 
 def records_of(objects: dict[str, bytes]) -> list[Record]:
     return [Record.model_validate_json(data) for key, data in sorted(objects.items()) if key.startswith("log/0")]
-
-
-def is_shard(commit: object) -> bool:
-    return isinstance(commit, ShardCommit)
