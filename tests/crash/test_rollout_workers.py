@@ -189,5 +189,5 @@ def test_workers_that_cannot_help_are_refused(workspace: Path, processes: Proces
         assert refused.wait() == 2, refused.text
     finally:
         prompts.write_bytes(written)
-    assert "here the dataset differ" in refused.text
+    assert "where the driver runs: the dataset; give" in " ".join(refused.text.split())
     assert "Traceback" not in refused.text
