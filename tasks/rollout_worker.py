@@ -77,8 +77,8 @@ def _opened(store: RunStore, claim: Claim) -> Driver:
         differing.append(f"the model ({config.model.path})")
     if differing:
         raise UserError(
-            f"not the same here as on {claim.host}, where the driver runs: {', '.join(differing)}; give this worker the "
-            "same files and code"
+            f"not the same here as on {claim.host}, where the driver runs: {', '.join(differing)}; give this worker "
+            "the same files and code"
         )
     set_threads(claim)
     return worker
