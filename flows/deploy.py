@@ -35,6 +35,7 @@ from ratchet.flows.evaluate import evaluate
 from ratchet.flows.iteration import iteration
 from ratchet.flows.prefect_pages import show_report
 from ratchet.flows.rescore import rescore
+from ratchet.flows.rollout_worker import rollout_worker
 from ratchet.flows.train import train
 from ratchet.infra.execution.claims import run_url
 from ratchet.infra.runs.run import open_run
@@ -116,13 +117,16 @@ def deployments_of(
     offered: list[tuple[Flow[Any, Any], dict[str, Any], dict[str, Any]]] = [
         (train, {"config": shown, "new_run": new_runs}, schedule),
         (iteration, {"config": shown, "k": 0}, {}),
+        *([(rollout_worker, {"run": url}, {"concurrency_limit": None})] if config.rollout.workers else []),
         (evaluate, {"config": shown}, {}),
         (rescore, {"config": shown}, {}),
         (report, {"run": url}, {}),
         (vacuum, {"run": url}, {}),
     ]
     return [
-        _deployment(offered_flow, config.run.name, pool, parameters=parameters, concurrency_limit=alone, **options)
+        _deployment(
+            offered_flow, config.run.name, pool, parameters=parameters, **{"concurrency_limit": alone, **options}
+        )
         for offered_flow, parameters, options in offered
     ]
 

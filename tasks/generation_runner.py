@@ -11,9 +11,10 @@ from typing import Generic
 
 from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.replicas import Complete, Prompt, Replicas, Reports
-from ratchet.infra.store.records import Journal, Weights
+from ratchet.infra.store.log import Late
+from ratchet.infra.store.records import Journal, ShardRef, Weights
 from ratchet.infra.store.run_store import JOURNAL
-from ratchet.infra.workers.calls import C, ComputedShard, Pending, RowsCall, S, ShardKey
+from ratchet.infra.workers.calls import C, Call, ComputedShard, Pending, RowsCall, S, ShardKey
 from ratchet.infra.workers.rollouts import Generated
 from ratchet.infra.workers.worker import WAIT_S, Worker
 from ratchet.infra.workers.worker_groups import Replica
@@ -29,7 +30,10 @@ class GenerationRunner(Generic[C, S]):
         self.requests: dict[ShardKey, RowsCall[C, S]] = {}
         self._reports: Reports = SimpleQueue()
         self._journaled = time.monotonic()
-        self._has_journaled = False
+        self.outdated: frozenset[ShardRef] = frozenset()
+        """Files of journals that were generated otherwise; no shard continues from them."""
+        self._own_parts: frozenset[ShardRef] = frozenset()
+        """The files of the newest journal."""
 
     def __enter__(self) -> GenerationRunner[C, S]:
         return self
@@ -52,13 +56,20 @@ class GenerationRunner(Generic[C, S]):
         return self.replicas.feed.in_flight
 
     def open(self, requests: Sequence[RowsCall[C, S]]) -> None:
-        if self._has_journaled:  # the newest journal has only shards that were opened before
-            requests = [replace(request, call=replace(request.call, journal=())) for request in requests]
+        if left_out := self.outdated | self._own_parts:  # its own journal has only shards that were opened before
+            requests = [replace(request, call=_without(left_out, request.call)) for request in requests]
         self.requests |= {request.key: request for request in requests}
         begins = {request.key: partial(_begin, request) for request in requests}
         weights = requests[-1].call.weights
         assert weights is not None, "the rollout has weights"
         self.replicas.open(begins, weights, self._reports)
+
+    def drop(self, keys: Sequence[ShardKey]) -> None:
+        """Forgets shards that another process has committed."""
+        if keys:
+            for key in keys:
+                del self.requests[key]
+            self.replicas.drop(tuple(keys))
 
     def next_complete(self) -> dict[int, ComputedShard[S]]:
         """Waits until a replica reports; returns the shards that are complete and written, but not committed."""
@@ -68,8 +79,10 @@ class GenerationRunner(Generic[C, S]):
         for report in reports:
             if isinstance(report, BaseException):
                 raise report
+        # but for those that were dropped after they were complete
+        complete = [report for report in reports if isinstance(report, Complete) and report.key in self.requests]
         # all are asked before waiting for any, so that the replicas write at the same time
-        writing = {report.key[2]: self._write(report) for report in reports if isinstance(report, Complete)}
+        writing = {report.key[2]: self._write(report) for report in complete}
         return {shard: rows.result() for shard, rows in writing.items()}
 
     def _write(self, complete: Complete) -> Pending[ComputedShard[S]]:
@@ -102,11 +115,19 @@ class GenerationRunner(Generic[C, S]):
         ]
         parts = tuple(part for answer in pending if (part := answer.result()) is not None)
         if parts:
-            store.replace_journal(
-                Journal(iteration=self.iteration, stage=self.stage, term=self.driver.term, parts=parts)
+            journal = Journal(
+                iteration=self.iteration, stage=self.stage, term=self.driver.term, worker=store.log.worker, parts=parts
             )
-            self._has_journaled = True
+            try:
+                store.replace_journal(journal)
+                self._own_parts = frozenset(parts)
+            except Late:  # the stage is over
+                store.delete_journals([journal])
         self._journaled = time.monotonic()
+
+
+def _without(parts: frozenset[ShardRef], call: Call[C]) -> Call[C]:
+    return replace(call, journal=tuple(part for part in call.journal if part not in parts))
 
 
 def _begin(request: RowsCall[C, S], replica: Replica) -> Pending[tuple[tuple[str, ...], ...]]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.executors import StageHandle
 from ratchet.infra.progress import ReplayProgress, note, report
-from ratchet.infra.store.log import Corrupt
+from ratchet.infra.store.log import Corrupt, Late
 from ratchet.infra.store.manifest import Manifest
-from ratchet.infra.store.records import Diverged, Skip, StageCommit, Weights
+from ratchet.infra.store.records import Diverged, Published, Skip, StageCommit, Weights
 from ratchet.infra.workers.calls import C, Call, UpdateCall, Updated
 from ratchet.infra.workers.worker import Worker
 from ratchet.infra.workers.worker_groups import WorkerGroup
@@ -127,10 +127,27 @@ def _sent_or_loaded(driver: Driver, group: WorkerGroup, weights: Weights) -> int
 def _load_snapshot(driver: Driver, group: WorkerGroup, weights: Weights) -> bool:
     """Loads the snapshot of these weights on a rollout; False if there is none."""
     driver.snapshots.settle(wait=True)  # it may be this one, and workers write one at a time
-    roles = driver.state.snapshots.get(weights.version)
-    if roles is not None:
-        group.call(Worker.load, "rollout", weights, roles["actor"])
-    return roles is not None
+    stored = driver.store.actor_weights(weights)
+    if stored is not None:
+        group.call(Worker.load, "rollout", weights, stored)
+    elif driver.store.log.worker is not None:  # only the driver could replay the updates
+        raise Late(f"the run has moved on from the actor's weights of version {weights.version}")
+    return stored is not None
+
+
+def publish(driver: Driver, weights: Weights) -> None:
+    """Writes the actor's weights to the store for rollout workers, unless they can load them already."""
+    driver.snapshots.settle(wait=True)  # it may have them
+    store = driver.store
+    if weights == driver.state.initial["actor"] or store.actor_weights(weights) is not None:
+        return
+    ensure_weights(driver, "actor", weights)
+    actor = driver.groups.of("actor")
+    with driver.restoring:
+        actor.call(Worker.begin_publish)
+        written = actor.call(Worker.finish_save, "rollout")
+    if written is not None:  # else a worker of the pool died: the iteration generates without help
+        store.publish(Published(weights=weights, checkpoint=written))
 
 
 def _replay(driver: Driver, group: WorkerGroup, stage: UpdateStage[C], current: Weights, target: Weights) -> Weights:

@@ -13,6 +13,7 @@ from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.executors import StageHandle
 from ratchet.infra.progress import StageProgress, note, report
 from ratchet.infra.store.clock import now
+from ratchet.infra.store.log import Late
 from ratchet.infra.store.manifest import Manifest
 from ratchet.infra.store.records import Assigned, Journal, ShardCommit, StageCommit
 from ratchet.infra.workers.calls import C, ComputedShard, RowsCall, S
@@ -20,10 +21,15 @@ from ratchet.infra.workers.worker import Worker
 from ratchet.tasks.failures import told
 from ratchet.tasks.fingerprints import changes_since_term, fingerprint_of
 from ratchet.tasks.generation_runner import GenerationRunner
+from ratchet.tasks.leases import Leases
 from ratchet.tasks.pipeline import stages_of
+from ratchet.tasks.restore import publish
 from ratchet.tasks.stage import RowsStage, Until
+from ratchet.tasks.stages.generate import GENERATE
 from ratchet.tasks.worker_calls import Handles, call_of, on_worker
 
+LOOK_S = 0.3
+"""Seconds between two looks at the log while other processes generate the rest of a stage."""
 ROWS_PER_RANK = 32
 """Average number of rows of a rank that are computed together at most: a crash loses their work. With fewer, ranks wait
 for each other longer; see docs/decisions/040-shards-are-computed-together.md."""
@@ -50,11 +56,19 @@ def run_rows(
         handle.expect(total)
         handle.show({number: shard.data for number, shard in done.items()})
     job = ShardJob(driver, stage, iteration, inputs, attempt, total, handle)
-    computed = _generated(job, done, until) if stage.begin is not None else _computed(job, done)
+    is_shared = stage is GENERATE and driver.config.rollout.workers
+    if is_shared:
+        publish(driver, driver.state.starting["actor"])
+        computed = shared(job, done)
+    else:
+        computed = _generated(job, done, until) if stage.begin is not None else _computed(job, done)
     uncommitted: list[ShardCommit] = []
     report(StageProgress(iteration=iteration, stage=stage.name, done=len(done), total=total))
     for shards in computed:
         done |= {shard.shard: shard for shard in shards}
+        if is_shared:  # they are committed
+            handle.show({number: shard.data for number, shard in done.items()})
+            continue
         if until is None and len(done) == total:
             # the last shards are committed with the stage, below
             uncommitted = shards
@@ -88,9 +102,11 @@ def run_rows(
         cursor=last.cursor,
         controllers=last.controllers,
     )
-    journal = store.journal(iteration, stage.name)
+    journals = store.journals(iteration, stage.name)
     store.commit(*uncommitted, commit)  # one record, so that the last shard is never committed without its stage
-    store.delete_journal(journal)
+    store.delete_journals(journals)
+    if is_shared:  # what rollout workers wrote too late, or died before they committed it
+        store.objects.delete(store.uncommitted(iteration, stage.name))
     # the committed rows replace the recorded answers
     if stage.begin is not None and driver.config.rollout.agent is not None:
         store.delete_calls(iteration, stage.name)
@@ -215,13 +231,78 @@ def _generated(
             )
 
 
+def shared(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[list[ShardCommit]]:
+    """Generates shards beside other processes, until all are committed or the stage is over. Commits its own; yields
+    those that are committed since the last time, its own and those of others.
+
+    Args:
+        done: the committed shards, to which the caller adds what is yielded.
+    """
+    driver, stage = job.driver, job.stage
+    leases = Leases(driver, stage.name, job.iteration, job.total)
+    if driver.store.log.worker is None:
+        _check_journal(driver, stage, job.iteration)
+    began = time.perf_counter()
+    with GenerationRunner[C, S](driver, job.iteration, stage.name) as generation:
+        if driver.store.log.worker is not None:  # a new driver may not have discarded them yet
+            outdated = [journal for journal, _ in _outdated(driver, stage, job.iteration)]
+            generation.outdated = frozenset(part for journal in outdated for part in journal.parts)
+        looked = -float("inf")
+        while len(done) < job.total:
+            job.check()
+            # not at each report of a replica: a store charges for each look
+            if not generation.requests or time.monotonic() - looked >= LOOK_S:
+                committed = leases.committed()
+                if committed is None:
+                    return
+                if new := [shard for number, shard in committed.items() if number not in done]:
+                    generation.drop([key for key in generation.requests if key[2] in committed])
+                    yield new
+                    continue
+                looked = time.monotonic()
+                own = {number for _, _, number in generation.requests}
+                if generation.room and (taken := leases.take(done.keys() | own, generation.room)):
+                    generation.open([job.request(number) for number in taken])
+            if not generation.requests:
+                time.sleep(LOOK_S)  # others have the rest
+                continue
+            if complete := generation.next_complete():
+                ended = time.perf_counter()
+                seconds = (ended - began) / len(complete)
+                for shard, rows in complete.items():
+                    _commit_if_first(driver, job.commit(shard, rows, seconds))
+                began, looked = ended, -float("inf")
+            generation.journal()
+            report(
+                StageProgress(
+                    iteration=job.iteration,
+                    stage=stage.name,
+                    done=len(done),
+                    total=job.total,
+                    in_flight=generation.in_flight,
+                )
+            )
+
+
+def _commit_if_first(driver: Driver, shard: ShardCommit) -> None:
+    try:
+        driver.store.commit(shard)
+    except Late:  # another process took it over
+        driver.store.objects.delete([shard.data.key])
+
+
 def _check_journal(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:
-    """Discards a journal that was generated under another config, with other data or by other code."""
-    journal = driver.store.journal(iteration, stage.name)
-    if journal is not None and journal.parts and (changes := changes_since_term(driver, stage, journal.term)):
+    """Discards journals that were generated under another config, with other data or by other code."""
+    for journal, changes in _outdated(driver, stage, iteration):
         note(f"{stage.name} of iteration {iteration} starts without its journal: {'; '.join(changes)}")
-        empty = Journal(iteration=iteration, stage=stage.name, term=driver.term, parts=())
-        driver.store.replace_journal(empty)
+        driver.store.replace_journal(journal.model_copy(update={"term": driver.term, "parts": ()}))
+
+
+def _outdated(driver: Driver, stage: RowsStage[C, S], iteration: int) -> list[tuple[Journal, list[str]]]:
+    """Lists the journals that were generated under another config, with other data or by other code, and the changes
+    since then."""
+    journals = [journal for journal in driver.store.journals(iteration, stage.name) if journal.parts]
+    return [(journal, changes) for journal in journals if (changes := changes_since_term(driver, stage, journal.term))]
 
 
 def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None:
@@ -233,7 +314,7 @@ def _adopt_calls(driver: Driver, stage: RowsStage[C, S], iteration: int) -> None
     if driver.config.rollout.agent is None and driver.config.rollout.environment is None:
         return
     store = driver.store
-    journal = store.journal(iteration, stage.name)
+    journal = next((own for own in store.journals(iteration, stage.name) if own.worker is None), None)
     parts = [] if journal is None else list(journal.parts)
     discarded: list[str] = []
     for term, keys in store.calls(iteration, stage.name).items():

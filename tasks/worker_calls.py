@@ -62,7 +62,7 @@ def call_of(
     """
     state = driver.state if began is None else began
     # a recomputation starts from nothing, not from the tokens that a driver journaled
-    journal = driver.store.journal(iteration, stage.name) if began is None else None
+    journals = driver.store.journals(iteration, stage.name) if began is None else []
     config = stage.config.of(driver.config) if config is None else config
     cursor = state.cursor_before(iteration, driver.config.data.prompts_per_iteration)
     draws, replays = (stage.draws, stage.replays) if isinstance(stage, RowsStage) else (None, None)
@@ -81,5 +81,5 @@ def call_of(
         drawn=None if draws is None else draws(driver, iteration, shard, config, cursor),
         replayed={} if replays is None else replays(driver, iteration, shard, config),
         controllers=dict(state.controllers),
-        journal=() if journal is None else journal.parts,
+        journal=tuple(part for journal in journals for part in journal.parts),
     )

@@ -27,7 +27,7 @@ from ratchet.flows.commands.imports import import_
 from ratchet.flows.commands.models import evaluate, export, ingest, push, serve
 from ratchet.flows.commands.pretrained import model
 from ratchet.flows.commands.runs import BetweenSides, compare, ls, query, report, show, status, ui, vacuum, verify
-from ratchet.flows.commands.train import config_keys, resume, reward_model, sft, stop, train
+from ratchet.flows.commands.train import config_keys, resume, reward_model, rollout_worker, sft, stop, train
 from ratchet.flows.terminal import visible
 from ratchet.rlhf.errors import RatchetError
 
@@ -43,7 +43,7 @@ app.command()(dataset)
 app.command("import")(import_)
 app.command(epilog=config_keys() if "--help" in sys.argv else None)(train)
 command: Callable[..., None]
-for command in (resume, stop, status, ls, show, query):
+for command in (resume, rollout_worker, stop, status, ls, show, query):
     app.command()(command)
 app.command(cls=BetweenSides)(compare)
 for command in (ui, report):

@@ -32,7 +32,10 @@ def deploy(
         typer.Option(metavar="FILE", help="register nothing: write the file that `prefect deploy` reads"),
     ] = None,
 ) -> None:
-    """Register train, iteration, evaluate, rescore, report and vacuum on the Prefect server (PREFECT_API_URL)."""
+    """Register train, iteration, evaluate, rescore, report and vacuum on the Prefect server (PREFECT_API_URL).
+
+    With rollout.workers, also rollout-worker.
+    """
     from datetime import timedelta
 
     loaded = load_config(config, overrides or [])

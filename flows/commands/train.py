@@ -21,7 +21,7 @@ from ratchet.flows.commands.options import (
 from ratchet.flows.commands.starting import announce, drive_run, fit
 from ratchet.rlhf import consent
 from ratchet.rlhf.config import RewardTraining, RunConfig, SFTConfig, keys, load_config, overridden, validated
-from ratchet.rlhf.errors import RatchetError, UserError
+from ratchet.rlhf.errors import RatchetError, UserError, counted
 
 
 def config_keys() -> str:
@@ -71,6 +71,23 @@ def resume(
     stored.require_own("cannot resume it")
     consent.require(stored)
     drive_run(stored.with_values({"run.store": parent, "run.name": leaf}), take_over, accept_changes)
+
+
+def rollout_worker(name: Name, store: Store = DEFAULT_STORE, trust_code: TrustCode = False) -> None:
+    """Generate beside the driver of a run that has rollout.workers, on this or any machine, until the run is complete.
+
+    Any number may come and go at any time. Each needs the run's store, and the model and the prompts of its config.
+    """
+    from ratchet.flows.terminal import progress
+    from ratchet.infra.runs.run import open_run
+
+    url = url_of(name, store)
+    open_run(url).config.require_own("cannot generate for it")
+    with progress(console):
+        from ratchet.tasks.rollout_worker import work
+
+        shards = work(url)
+    console.print(f"run {name} is complete; this worker has generated {counted(shards, 'shard')}")
 
 
 def stop(name: Name, store: Store = DEFAULT_STORE) -> None:

@@ -90,7 +90,7 @@ def claim(
             config=config.model_dump(mode="json"),
             code=code_digest(),
             packages=package_versions(),
-            threads=_set_threads(store.state.claim) if computes else 0,
+            threads=set_threads(store.state.claim) if computes else 0,
             host=socket.gethostname(),
             ahead=ahead,
             outside=dict(outside or {}),
@@ -140,7 +140,7 @@ def run_json(store: RunStore) -> bytes:
     return json.dumps(document, indent=1).encode()
 
 
-def _set_threads(last: Claim | None) -> int:
+def set_threads(last: Claim | None) -> int:
     """Sets the number of CPU threads to that of the last claim, and returns it."""
     import torch
 

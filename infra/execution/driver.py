@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from functools import partial
 from ratchet.infra.execution.claims import claim, run_url
 from ratchet.infra.execution.executors import Executors, StageHandle
 from ratchet.infra.execution.heartbeat import beating
+from ratchet.infra.execution.neighbours import Neighbours
 from ratchet.infra.execution.outside import Outside, OutsideInputs
 from ratchet.infra.execution.preflight.run import check_run, say_what_changed
 from ratchet.infra.execution.read_write_lock import ReadWriteLock
@@ -60,16 +61,18 @@ class Dependencies:
 
 
 class Driver:
-    """A driver of one run; open it with `driving`."""
+    """A driver of one run; open it with `driving`. A rollout worker is one that only generates, beside another one."""
 
-    def __init__(self, config: RunConfig, store: RunStore) -> None:
+    def __init__(self, config: RunConfig, store: RunStore, roles: Iterable[str] | None = None) -> None:
+        """Takes the roles whose models this process holds; None: those without a pool."""
         self.config = config
         self.store = store
         # a lambda, because `outside` needs the resources of the groups
-        self.groups = WorkerGroups(config, store, lambda: self.outside.identity())
+        self.groups = WorkerGroups(config, store, lambda: self.outside.identity(), roles)
         self.outside = OutsideInputs(config, self.groups.local.worker.resources)
         self.executors = Executors()
         self.rollout = AheadRollouts()
+        self.neighbours = Neighbours(store.objects)
         self.snapshots = Snapshots(config, store, self.groups)
         self.weight_sync = WeightSync(config)
         self.restoring = threading.RLock()

@@ -148,7 +148,7 @@ class Heartbeat:
         beat = Beat(
             term=self.term,
             host=socket.gethostname(),
-            boot=_boot_id(),
+            boot=boot_id(),
             pid=process.pid,
             born=born(process),
             count=self._count,
@@ -209,14 +209,20 @@ _silent: dict[str, Beat] = {}
 
 def lives_here(beat: Beat) -> bool | None:
     """True if the process of a beat lives; None if it ran on another host, or on this host before its last boot."""
-    if beat.host != socket.gethostname() or beat.boot != _boot_id():
+    return is_process_alive(beat.host, beat.boot, beat.pid, beat.born)
+
+
+def is_process_alive(host: str, boot: str, pid: int, born: float) -> bool | None:
+    """True if a process lives; None if it ran on another host, or on this host before its last boot."""
+    if host != socket.gethostname() or boot != boot_id():
         return None
     try:
-        return is_same(psutil.Process(beat.pid), beat.born)
+        return is_same(psutil.Process(pid), born)
     except psutil.NoSuchProcess:
         return False
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Returns what identifies this host's last boot; empty if that is unknown."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

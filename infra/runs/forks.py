@@ -28,7 +28,7 @@ def state_before(store: RunStore, iteration: int, stages: Collection[str]) -> Ru
         index = store.index_of(iteration - 1)
         state = store.log.load_index(index)
         assert state.metrics is not None, "an index holds the metrics of the iteration that it closes"
-        state.ahead, state.journals = {}, {}
+        state.ahead, state.journals, state.leases, state.published = {}, {}, {}, None
         state.apply_commit(Finalize(iteration=iteration - 1, index=index, metrics=state.metrics), state.term)
     committed = store.iteration_state(iteration)
     for name, stage in committed.stages.items():

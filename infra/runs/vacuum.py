@@ -15,13 +15,13 @@ from ratchet.infra.store.records import (
     Finalize,
     Journal,
     ObjectRef,
+    Published,
     Record,
-    ShardRef,
     Snapshot,
     StageCommit,
     named_here,
 )
-from ratchet.infra.store.run_store import REPORT, SERVED, RunStore, is_call_file, is_written
+from ratchet.infra.store.run_store import REPORT, SERVED, RunStore, is_call_file, is_written, term_of
 
 KEPT = ("run.json", "log/", "forks/", ANSWERS, SERVED, REPORT)
 
@@ -43,7 +43,8 @@ def vacuum(store: RunStore, take_over: bool = False) -> list[str]:
     store.log.claim(claim)
     # the previous driver may have committed until now
     reached.advance()
-    doomed = reached.leftovers()
+    # rollout workers may have joined this claim: what they write has its term, and may be committed any moment
+    doomed = [key for key in reached.leftovers() if term_of(key) != store.log.term]
     store.objects.delete(doomed)
     store.objects.delete_leftovers()
     return doomed
@@ -71,8 +72,10 @@ class Reached:
         """sha256 by key, without checkpoints."""
         self.snapshots: dict[int, list[ObjectRef]] = {}
         """Checkpoint manifests of the snapshots that are not expired, by version."""
-        self.journals: dict[tuple[int, str], tuple[ShardRef, ...]] = {}
-        """The newest journals, by iteration and stage."""
+        self.journals: dict[tuple[int, str], Journal] = {}
+        """The newest journals, by iteration and `Journal.place`."""
+        self.published: ObjectRef | None = None
+        """The checkpoint manifest of the newest weights for rollout workers."""
         self.closed = 0
         """Number of closed iterations."""
         self._chain = Chain(store)
@@ -102,23 +105,33 @@ class Reached:
             elif isinstance(commit, Expire):
                 self.snapshots.pop(commit.version, None)
             elif isinstance(commit, Journal):
-                self.journals[commit.iteration, commit.stage] = commit.parts
+                self.journals[commit.iteration, commit.place] = commit
+            elif isinstance(commit, Published):
+                self.published = commit.checkpoint
             elif isinstance(commit, StageCommit):
-                self.journals.pop((commit.iteration, commit.stage), None)
+                ended = commit.iteration, commit.stage
+                self.journals = {
+                    place: journal
+                    for place, journal in self.journals.items()
+                    if (journal.iteration, journal.stage) != ended
+                }
             elif isinstance(commit, Finalize):
                 self.closed = commit.iteration + 1
-                self.journals = {place: parts for place, parts in self.journals.items() if place[0] > commit.iteration}
+                self.journals = {
+                    place: journal for place, journal in self.journals.items() if place[0] > commit.iteration
+                }
         return unreadable
 
     def checkpoints(self) -> list[ObjectRef]:
         """Lists the checkpoint manifests in this folder that the run or a fork needs."""
-        kept = [ref for refs in self.snapshots.values() for ref in refs if ref.run is None]
+        published = [] if self.published is None else [[self.published]]
+        kept = [ref for refs in [*self.snapshots.values(), *published] for ref in refs if ref.run is None]
         forks = [ref for fork in self.store.forks() for roles in fork.snapshots.values() for ref in roles.values()]
         return list(dict.fromkeys([*kept, *(ref.model_copy(update={"run": None}) for ref in forks)]))
 
     def others(self) -> list[str]:
         """Lists the unreferenced keys in the run's folder, sorted."""
-        reached = set(self.digests) | {part.key for parts in self.journals.values() for part in parts}
+        reached = set(self.digests) | {part.key for journal in self.journals.values() for part in journal.parts}
         for ref in self.checkpoints():
             reached |= {ref.key, *(file.key for file in self.store.checkpoint(ref).files.values())}
         unreached = (key for key in self.store.objects.list("") if not key.startswith(KEPT) and key not in reached)

@@ -102,12 +102,15 @@ def _digest(store: RunStore, key: str) -> str | None:
 
 
 def _means(key: str) -> str:
+    if key.startswith("checkpoints/rollout/"):
+        return "rollout workers cannot load these weights, and wait for the next iteration; the run resumes"
     kind = key.partition("/")[0]
     return {
         "trajectories": "pandas, query and replays cannot read these rows; the run resumes if the iteration is closed",
         "manifests": "this stage cannot be read, forked at or replayed; the run resumes if the iteration is closed",
         "index": "the iterations of its page cannot be read; resuming needs the newest index",
         "metrics": "the metrics of this iteration are lost; the run resumes",
+        "canaries": "this check of the rollout's weights cannot be looked at; the run resumes",
         "served": "answers of `ratchet serve` are lost; the run resumes",
         "checkpoints": "this snapshot cannot be loaded: resuming from it is refused",
     }.get(kind, "it is lost") + "; restore it from a backup"

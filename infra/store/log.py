@@ -1,8 +1,9 @@
 """The commit log of a run: records in numbered slots, each created if absent. It is the only commit point.
 
 Only one driver at a time may append. A driver starts by appending a claim with the next term; a driver that finds a
-claim with a higher term is fenced. After an error the driver reads the slot back, so that a lost answer is never
-mistaken for a failure.
+claim with a higher term is fenced. Rollout workers append beside the newest driver, in its term. A process that finds
+its slot taken by such a neighbour appends behind it, unless that record makes its own commits late. After an error a
+process reads the slot back, so that a lost answer is never mistaken for a failure.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class Fenced(RatchetError):
     exit_code = 3
 
 
+class Late(RatchetError):
+    """A neighbour has committed what this process was about to commit: nothing was appended."""
+
+
 class Corrupt(RatchetError):
     """An object is missing, or differs from what was committed."""
 
@@ -70,7 +75,10 @@ class RunLog:
         """Opens the log; this reads nothing."""
         self.objects = objects
         self.term = 0
-        """This driver's term; 0 until it claims the run."""
+        """This driver's term; 0 until it claims the run. A rollout worker's: that of the driver beside which it
+        writes."""
+        self.worker: str | None = None
+        """The name of the rollout worker that this process is; None: it is a driver, or only reads."""
         self.first = ""
         """The uuid of the first record when this driver claimed the run; empty if that record could not be read."""
         self._state = RunState()
@@ -219,16 +227,25 @@ class RunLog:
             self.check_end()
             while True:
                 term = self._state.term + 1
-                if self._fill(self._next_record((claim,), term)):
+                mine = self._next_record((claim,), term)
+                if self._fill(mine).uuid == mine.uuid:
                     self.term = term
                     self.first = self._uuid_of_the_first() or ""
                     return
+
+    def join(self, worker: str) -> None:
+        """Reads the log, and writes records beside its newest driver from now on, as the rollout worker `worker`."""
+        with self._lock:
+            self.read()
+            self.term, self.worker = self._state.term, worker
+            self.first = self._uuid_of_the_first() or ""
 
     def append(self, *commits: Commit) -> None:
         """Commits all of `commits` atomically in one record, which applies them in order.
 
         Raises:
             Fenced: a newer driver holds the run.
+            Late: a neighbour's record makes one of `commits` late (`RunState.is_late`).
             Deleted: the run was deleted.
             Corrupt: the slot holds a damaged record, or one of this driver's term that it did not write.
             UserError: the store refuses the write.
@@ -239,7 +256,8 @@ class RunLog:
             self._check_term()
             # stays set if the write raises, so that the next access resolves its outcome
             self._doubtful = self._next_record(commits, self.term)
-            self._settle()
+            if not self._settle():
+                raise Late(f"another process has committed part of record {self._state.slot + 1}")
 
     def check_claim(self) -> None:
         """Raises `Fenced` if a newer driver holds the run, to find out whether a takeover explains an error."""
@@ -247,19 +265,26 @@ class RunLog:
             self.read()
             self._check_term()
 
-    def _settle(self) -> None:
-        """Resolves an append with an unknown outcome by writing the identical record again."""
-        if self._doubtful is None:
-            return
-        try:
-            is_mine = self._fill(self._doubtful)
-        except Deleted:
+    def _settle(self) -> bool:
+        """Resolves an append with an unknown outcome by writing the identical record again, or behind the records of
+        neighbours. Returns False if one of them makes it late."""
+        while self._doubtful is not None:
+            mine = self._doubtful
+            try:
+                stored = self._fill(mine)
+            except Deleted:
+                self._doubtful = None
+                raise
             self._doubtful = None
-            raise
-        self._doubtful = None
-        if not is_mine:
+            if stored.uuid == mine.uuid:
+                break
             self._check_term()
-            raise Corrupt(f"log record {self._state.slot} is of term {self.term}, but this driver did not write it")
+            if stored.worker is None and self.worker is None:
+                raise Corrupt(f"log record {stored.slot} is of term {self.term}, but this driver did not write it")
+            if any(map(self._state.is_late, mine.commits)):
+                return False
+            self._doubtful = self._next_record(mine.commits, mine.term)
+        return True
 
     def _check_term(self) -> None:
         newest, claim = self._state.term, self._state.claim
@@ -274,15 +299,16 @@ class RunLog:
             uuid=uuid.uuid4().hex,
             slot=self._state.slot + 1,
             term=term,
+            worker=self.worker,
             previous=self._state.sha256,
             at=datetime.now(UTC),
             commits=commits,
             index=self._state.index,
         )
 
-    def _fill(self, record: Record) -> bool:
-        """Writes the record into its slot. False if the slot holds another driver's record, which is applied
-        instead."""
+    def _fill(self, record: Record) -> Record:
+        """Writes the record into its slot, and applies what the slot then holds: the record, or another process's.
+        Returns it."""
         key, data = slot_key(record.slot), record.to_bytes()
         deadline = self.objects.clock.monotonic() + self.objects.deadline_s
         attempt = 0
@@ -308,7 +334,7 @@ class RunLog:
                     if stored == data:  # a record without its predecessors is not a log
                         self.objects.delete([key])
                     raise Deleted.of(self.objects.url)
-                return self._apply(stored).uuid == record.uuid
+                return self._apply(stored)
             if error is not None and is_full(error):
                 raise self.objects.full(f"append {key}") from error
             if self.objects.clock.monotonic() >= deadline:

@@ -126,9 +126,38 @@ class Journal(Frozen):
     iteration: int
     stage: str
     term: int
-    """Term of the driver that generated it."""
+    """Term of the driver that generated it, or beside which a rollout worker did."""
+    worker: str | None = None
+    """The rollout worker that generated it; None: the driver."""
     parts: tuple[ShardRef, ...]
     """One file for each worker that generates."""
+
+    @property
+    def place(self) -> str:
+        """The key in the state's journals: one for the driver and each rollout worker."""
+        return self.stage if self.worker is None else f"{self.stage}/{self.worker}"
+
+
+class Lease(Frozen):
+    """Shards that a process is about to generate, beside others that generate the same stage. It ends with the commit
+    of the shard or the death of its holder, and only saves work: of two processes that generate a shard, the first one
+    to commit it wins."""
+
+    kind: Literal["lease"] = "lease"
+    iteration: int
+    stage: str
+    shards: tuple[int, ...]
+    worker: str | None = None
+    """The rollout worker; None: the driver."""
+
+
+class Published(Frozen):
+    """The actor's weights in the store, for rollout workers; the next ones replace them."""
+
+    kind: Literal["published"] = "published"
+    weights: Weights
+    checkpoint: ObjectRef
+    """A checkpoint without an optimizer."""
 
 
 class Assigned(Frozen):
@@ -262,7 +291,11 @@ class RunState(StoredModel):
     assigned: dict[int, Weights] = {}
     """Weights that generate shards of the open iteration, by shard, if they differ from the starting weights."""
     journals: dict[str, Journal] = {}
-    """Newest journals of the open iteration, by stage."""
+    """Newest journals of the open iteration; see `Journal.place`."""
+    leases: dict[str, dict[int, str | None]] = {}
+    """The holders of uncommitted shards of the open iteration by stage: rollout workers, or the driver (None)."""
+    published: Published | None = None
+    """The newest weights in the store for rollout workers."""
     ahead: dict[int, Ahead] = {}
     """Later iterations that have commits."""
     canary: CanaryCheck | None = None
@@ -304,6 +337,9 @@ class RunState(StoredModel):
             case Claim():
                 self.term, self.claim = term, commit
                 self.open_terms[term] = OpenTerm(slot=self.slot, ahead=commit.ahead)
+                for holders in self.leases.values():  # those of the last driver end with it
+                    for shard in [shard for shard, worker in holders.items() if worker is None]:
+                        del holders[shard]
                 for role, first in commit.initial.items():
                     weights = Weights(version=self.iteration, digest=first.digest)  # a fork may add a role late
                     self.initial.setdefault(role, weights)
@@ -311,17 +347,24 @@ class RunState(StoredModel):
                     self.starting.setdefault(role, weights)
             case ShardCommit():
                 self._of(commit.iteration).shards.setdefault(commit.stage, {})[commit.shard] = commit
+                if commit.iteration == self.iteration:
+                    self.leases.get(commit.stage, {}).pop(commit.shard, None)
+            case Lease():
+                self.leases.setdefault(commit.stage, {}).update(dict.fromkeys(commit.shards, commit.worker))
+            case Published():
+                self.published = commit
             case Assigned():
                 self._of(commit.iteration).assigned[commit.shard] = commit.weights
             case Journal():
-                self._of(commit.iteration).journals[commit.stage] = commit
+                self._of(commit.iteration).journals[commit.place] = commit
             case StageCommit() if commit.iteration > self.iteration:
                 ahead = self._of(commit.iteration)
                 ahead.stages[commit.stage] = commit
-                ahead.journals.pop(commit.stage, None)
+                _end_journals(ahead.journals, commit.stage)
             case StageCommit():
                 self.stages[commit.stage] = commit
-                self.journals.pop(commit.stage, None)
+                _end_journals(self.journals, commit.stage)
+                self.leases.pop(commit.stage, None)
                 if commit.weights is not None and commit.role is not None:
                     self.weights[commit.role] = commit.weights
                 if commit.cursor is not None:
@@ -357,7 +400,7 @@ class RunState(StoredModel):
                     if weights.version == commit.iteration and role not in frozen:
                         self.weights[role] = Weights(version=commit.iteration + 1, digest=weights.digest)
                 self.iteration = commit.iteration + 1
-                self.shards, self.stages, self.assigned, self.journals = {}, {}, {}, {}
+                self.shards, self.stages, self.assigned, self.journals, self.leases = {}, {}, {}, {}, {}
                 self.metrics, self.metric_values = None, {}
                 self.starting = dict(self.weights)
                 begun = list(self.ahead.values())
@@ -372,6 +415,21 @@ class RunState(StoredModel):
                     # only now do the stages committed ahead move the cursor
                     for stage in opening.stages.values():
                         self.apply_commit(stage, term)
+
+    def is_late(self, commit: Commit) -> bool:
+        """True if a process that decided on a commit before it read the log's last record has to decide again."""
+        match commit:
+            case Lease():
+                return True
+            case Journal() if commit.worker is not None:
+                return commit.iteration < self.iteration or commit.stage in self._of(commit.iteration).stages
+            case ShardCommit():
+                if commit.iteration < self.iteration:
+                    return True
+                place = self._of(commit.iteration)
+                return commit.stage in place.stages or commit.shard in place.shards.get(commit.stage, {})
+            case _:
+                return False
 
     def _of(self, iteration: int) -> RunState | Ahead:
         return self if iteration == self.iteration else self.ahead.setdefault(iteration, Ahead())
@@ -413,6 +471,8 @@ Commit = Annotated[
     | ShardCommit
     | StageCommit
     | Journal
+    | Lease
+    | Published
     | Assigned
     | Skip
     | Snapshot
@@ -443,6 +503,8 @@ class Record(Frozen):
     uuid: str
     slot: int
     term: int
+    worker: str | None = None
+    """The rollout worker that wrote it beside the driver of the term; None: the driver."""
     previous: str
     """The sha256 of the previous record's bytes; empty for the first record."""
     at: datetime
@@ -471,6 +533,11 @@ class Record(Frozen):
 def _seal(body: bytes) -> bytes:
     """Returns the end of a record: its digest and closing brace, which replace the closing brace of `body`."""
     return f',"digest":"{sha256_of(body)}"}}'.encode()
+
+
+def _end_journals(journals: dict[str, Journal], stage: str) -> None:
+    for place in [place for place, journal in journals.items() if journal.stage == stage]:
+        del journals[place]
 
 
 M = TypeVar("M", bound=BaseModel)

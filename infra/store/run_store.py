@@ -32,6 +32,7 @@ from ratchet.infra.store.records import (
     Finalize,
     Journal,
     ObjectRef,
+    Published,
     RunState,
     ShardCommit,
     ShardRef,
@@ -44,6 +45,8 @@ from ratchet.infra.store.records import (
 from ratchet.rlhf.metrics import VALIDATION, validation_scores
 from ratchet.rlhf.schema import TRAJECTORY
 
+WORKERS_FROM = 10**9
+"""The least number of an attempt of a rollout worker. Lower ones are a driver's."""
 KEPT_BLOCKS = 4
 """Blocks of a checkpoint that a reader keeps in memory."""
 CLOSE = "close"
@@ -72,6 +75,7 @@ class RunStore:
         self.log = RunLog(objects)
         self._lock = threading.Lock()
         self._attempts: dict[tuple[int, str], int] = {}
+        self._first_attempt = 0
         self._manifests: dict[ObjectRef, Manifest] = {}
         """Manifests read or written since the last close. They are immutable, so a cached one is never stale."""
 
@@ -89,6 +93,14 @@ class RunStore:
     def url(self) -> str:
         return self.objects.url
 
+    def join(self, worker: str) -> None:
+        """Writes beside the newest driver from now on, as a rollout worker; see `RunLog.join`."""
+        self.log.join(worker)
+        with self._lock:
+            # far from those of other workers, whose files may be in the same folders
+            self._first_attempt = WORKERS_FROM * (1 + secrets.randbelow(10**6))
+            self._attempts = {}
+
     # Stages.
 
     def begin_attempt(self, iteration: int, stage: str) -> int:
@@ -98,11 +110,11 @@ class RunStore:
             The attempt's number, from 0.
         """
         with self._lock:
-            attempt = self._attempts.get((iteration, stage), -1) + 1
+            attempt = self._attempts.get((iteration, stage), self._first_attempt - 1) + 1
             self._attempts[iteration, stage] = attempt
         # older terms' files were swept when this driver claimed the run
-        if attempt:
-            leftovers = [key for key in self._uncommitted(iteration, stage) if _term_of(key) == self.log.term]
+        if 0 < attempt < WORKERS_FROM:
+            leftovers = [key for key in self.uncommitted(iteration, stage) if _is_of_driver(key, self.log.term)]
             self.objects.delete(leftovers)
         return attempt
 
@@ -160,12 +172,11 @@ class RunStore:
 
     def calls(self, iteration: int, stage: str) -> dict[int, list[str]]:
         """Lists the files of answers that no journal names, in the order of writing, by the term of their driver."""
-        journal = self.journal(iteration, stage)
-        adopted = set() if journal is None else {part.key for part in journal.parts}
+        adopted = {part.key for journal in self.journals(iteration, stage) for part in journal.parts}
         by_term: dict[int, list[str]] = {}
         for key in sorted(self.objects.list(_calls_prefix(iteration, stage))):
             if key not in adopted:
-                by_term.setdefault(_term_of(key), []).append(key)
+                by_term.setdefault(term_of(key), []).append(key)
         return by_term
 
     def reference(self, key: str) -> ShardRef | None:
@@ -181,22 +192,22 @@ class RunStore:
         """Deletes the answers of a complete stage, whose rows contain them."""
         self.objects.delete(self.objects.list(_calls_prefix(iteration, stage)))
 
-    def journal(self, iteration: int, stage: str) -> Journal | None:
-        """Returns the newest journal of a stage, in the open iteration or in one ahead; None if there is none."""
+    def journals(self, iteration: int, stage: str) -> list[Journal]:
+        """Returns the newest journals of a stage, in the open iteration or in one ahead: of the driver, and of rollout
+        workers."""
         with self.log.held() as state:
             place = state if iteration == state.iteration else state.ahead.get(iteration)
-            return None if place is None else place.journals.get(stage)
+            return [] if place is None else [journal for journal in place.journals.values() if journal.stage == stage]
 
     def replace_journal(self, commit: Journal) -> None:
         """Commits a journal, then deletes the one that it replaces."""
-        before = self.journal(commit.iteration, commit.stage)
+        before = [old for old in self.journals(commit.iteration, commit.stage) if old.place == commit.place]
         self.commit(commit)
-        self.delete_journal(before)
+        self.delete_journals(before)
 
-    def delete_journal(self, journal: Journal | None) -> None:
-        """Deletes the files of a superseded journal."""
-        if journal is not None:
-            self.objects.delete(part.key for part in journal.parts)
+    def delete_journals(self, journals: Iterable[Journal]) -> None:
+        """Deletes the files of superseded journals."""
+        self.objects.delete([part.key for journal in journals for part in journal.parts])
 
     def write_manifest(self, manifest: Manifest) -> ObjectRef:
         """Writes a stage's manifest. The returned reference must still be committed by a record."""
@@ -352,10 +363,10 @@ class RunStore:
             return
         iterations = range(self.state.iteration, self.state.iteration + 1 + max(older.values()))
         places = (*stages, CLOSE, JOURNAL)
-        uncommitted = [key for place in places for k in iterations for key in self._uncommitted(k, place)]
-        self.objects.delete(key for key in uncommitted if _term_of(key) < self.log.term)
+        uncommitted = [key for place in places for k in iterations for key in self.uncommitted(k, place)]
+        self.objects.delete(key for key in uncommitted if term_of(key) < self.log.term)
 
-    def _uncommitted(self, iteration: int, stage: str) -> list[str]:
+    def uncommitted(self, iteration: int, stage: str) -> list[str]:
         """Lists the keys that no record names: those of a stage, of the iteration's close, or of its journals."""
         if stage == JOURNAL:
             state = self.state if iteration == self.state.iteration else self.state.ahead.get(iteration)
@@ -425,6 +436,21 @@ class RunStore:
         """Reads files of a checkpoint, all if `names` is None, verified against their digests."""
         wanted = checkpoint.files if names is None else names
         return {name: read_verified(self.objects, checkpoint.files[name]) for name in wanted}
+
+    def actor_weights(self, weights: Weights) -> ObjectRef | None:
+        """Returns a checkpoint with these weights of the actor: of a snapshot, or for rollout workers; None without
+        one."""
+        if (snapshot := self.state.snapshots.get(weights.version)) is not None and "actor" in snapshot:
+            return snapshot["actor"]
+        published = self.state.published
+        return published.checkpoint if published is not None and published.weights == weights else None
+
+    def publish(self, commit: Published) -> None:
+        """Commits weights for rollout workers, then deletes those that they replace."""
+        before = self.state.published
+        self.commit(commit)
+        if before is not None:
+            self._delete_checkpoints([before.checkpoint])
 
     def snapshot_at_or_before(self, version: int, role: str) -> int | None:
         """Returns the version of a role's newest snapshot up to `version`; None if there is none."""
@@ -510,11 +536,17 @@ def _shard_key(iteration: int, stage: str, tag: str, shard: int) -> str:
     return f"{_shard_folder(iteration, stage)}/{tag}-part-{shard:05d}.parquet"
 
 
-def _term_of(key: str) -> int:
+def term_of(key: str) -> int:
     """Returns the term in a file's name; the largest integer if there is none."""
     tag = re.search(r"[/.](\d+)-\d+(-part-\d+)?\.parquet$", key)
     # sorts after every real term, so a sweep never deletes a file that it cannot attribute
     return int(tag[1]) if tag is not None else sys.maxsize
+
+
+def _is_of_driver(key: str, term: int) -> bool:
+    """True if the driver of a term wrote a file, and no rollout worker beside it."""
+    tag = re.search(r"[/.](\d+)-(\d+)(-part-\d+)?\.parquet$", key)
+    return tag is not None and int(tag[1]) == term and int(tag[2]) < WORKERS_FROM
 
 
 def _journal_prefix(iteration: int) -> str:

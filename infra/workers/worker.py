@@ -452,6 +452,13 @@ class Worker:
         assert weights is not None, "a role in the middle of an update has no state to save"
         self._checkpoints.begin(role, weights, self.engines.state_of(role).state())
 
+    def begin_publish(self) -> None:
+        """Copies the actor's weights for rollout workers, and writes this rank's share in the background;
+        `finish_save` of the role rollout completes the checkpoint."""
+        weights = self._held.of("actor")
+        assert weights is not None, "the driver has restored them"
+        self._checkpoints.begin("rollout", weights, self.engines.state_of("actor").state(optimizer=False))
+
     def is_saved(self, role: str) -> bool:
         """True if this rank has written its share."""
         return self._checkpoints.is_done(role)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ratchet.infra.store.records import Weights
@@ -60,11 +60,17 @@ class Replica(Protocol):
 class WorkerGroups:
     """The worker groups of all roles; pools start on first use."""
 
-    def __init__(self, config: RunConfig, store: RunStore, identity: Callable[[], str]) -> None:
-        """Takes `identity`, which identifies models, code and data: a driver reuses only matching workers of an earlier
-        one."""
+    def __init__(
+        self, config: RunConfig, store: RunStore, identity: Callable[[], str], roles: Iterable[str] | None = None
+    ) -> None:
+        """Makes the groups.
+
+        Args:
+            identity: identifies models, code and data: a driver reuses only matching workers of an earlier one.
+            roles: those of this process; None: those without a pool.
+        """
         self.config, self.store, self.identity = config, store, identity
-        local_roles = [role for role in config.roles if config.pool_of(role) is None]
+        local_roles = [role for role in config.roles if config.pool_of(role) is None] if roles is None else roles
         self.local = LocalGroup(Worker(config, store, local_roles))
         self._pools: dict[str, RayGroup] = {}
         self._lock = threading.Lock()

@@ -282,6 +282,23 @@ def _judge_fits(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _workers_fit(config: RunConfig) -> Iterator[str]:
+    """Rollout workers need a run whose shards any process can generate at any time."""
+    rollout = config.rollout
+    if not rollout.workers:
+        return
+    obstacles = {
+        f"rollout.mode {rollout.mode} (use sync)": rollout.mode != "sync",
+        f"rollout.engine {rollout.engine.type} (use hf or vllm)": rollout.engine.outlives_runs,
+        "rollout.agent (remove it)": rollout.agent is not None,
+        "algorithm.dynamic_sampling (remove it)": config.algorithm.dynamic_sampling is not None,
+        "data.generations (remove it)": config.data.generations is not None,
+        "run.single_writer (remove it)": config.run.single_writer,
+    }
+    if found := [key for key, is_set in obstacles.items() if is_set]:
+        yield f"rollout.workers does not work with {listed(found)}"
+
+
 def _rollout_fits(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     yield from _environment_fits(config)
@@ -292,6 +309,7 @@ def _rollout_fits(config: RunConfig) -> Iterator[str]:
             f"rollout.max_staleness is {rollout.max_staleness}, which requires rollout.mode async, but rollout.mode is "
             f"{rollout.mode}: remove it"
         )
+    yield from _workers_fit(config)
     engine = rollout.engine
     if rollout.router_replay:
         yield from _router_replay_fits(config)

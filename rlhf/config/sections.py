@@ -448,6 +448,11 @@ class RolloutConfig(SamplingConfig):
         description="with a mixture of experts: store the experts that the rollout chose for each token, and compute "
         "old log-probs and the actor's update with them (R3); the router then still learns the weights of the experts",
     )
+    workers: bool = Field(
+        False,
+        description="other processes may generate beside the driver: `ratchet rollout-worker` starts one, which may "
+        "come and go at any time",
+    )
     max_in_flight: int = Field(
         512, gt=0, description="largest number of trajectories that a replica of the engine generates at the same time"
     )

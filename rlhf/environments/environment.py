@@ -126,11 +126,14 @@ def load_environment(name: str) -> Callable[..., Environment | DurableEnvironmen
     return environment_class
 
 
-def check_environment(name: str, options: Mapping[str, Any], played_on_by: str | None = None) -> None:
+def check_environment(
+    name: str, options: Mapping[str, Any], played_on_by: str | None = None, *, shared: bool = False
+) -> None:
     """Checks an environment class before any response is generated.
 
     Args:
         played_on_by: the setting that plays on from the turns of stored trajectories; None: there is none.
+        shared: other processes may generate the same trajectories (`rollout.workers`).
 
     Raises:
         UserError: the class cannot be loaded, cannot be created with the options, lacks `stop`, `reset` or `step`, or
@@ -159,6 +162,11 @@ def check_environment(name: str, options: Mapping[str, Any], played_on_by: str |
         raise UserError(
             f"{KEY} {name} cannot return to the state after a turn, as {played_on_by} needs: set replayable = True on "
             "the class if the same turns lead to the same state, or give it snapshot() and restore(state)"
+        )
+    if durable and shared:
+        raise UserError(
+            f"{KEY} {name} keeps its state across crashes, and two processes may play the same trajectory with "
+            "rollout.workers: set rollout.workers to false"
         )
     arguments = ["turn", "key"] if durable else ["turn"]
     try:

@@ -103,8 +103,9 @@ class TrainEngine(InferenceEngine, Protocol):
         """Computes the digest of weights and optimizer state as logical tensors, whatever their layout."""
         ...
 
-    def state(self) -> dict[str, bytes]:
-        """Returns this rank's files of the full state by name: safetensors and JSON, loadable in any layout."""
+    def state(self, *, optimizer: bool = True) -> dict[str, bytes]:
+        """Returns this rank's files of the full state by name: safetensors and JSON, loadable in any layout. Without
+        `optimizer`, only the model's."""
         ...
 
     def load_state(self, stored: StoredState) -> None:

@@ -535,15 +535,18 @@ class ModelEngine(InferenceEngine, ABC):
         buffers = {name: _sha256(buffer) for name, buffer in self._buffers().items()}
         return state_digest.of_parts(parts, shapes, json.dumps([self.steps, buffers], sort_keys=True))
 
-    def state(self) -> dict[str, bytes]:
+    def state(self, *, optimizer: bool = True) -> dict[str, bytes]:
         """Returns this rank's files by name: its share of the tensors, in the layout that `from_pretrained` reads.
 
         Adapters are written in PEFT's layout, which allows a single file: rank 0 writes it.
+
+        Args:
+            optimizer: include the optimizer's state, without which training cannot continue from the files.
         """
         adapted, count = lora.has(self.model), ranks.count()
         part = "" if count == 1 else f"-{ranks.rank() + 1:05d}-of-{count:05d}"
         weights_file = "adapter_model.safetensors" if adapted else f"model{part}.safetensors"
-        owners = self._owners()
+        owners = {tensor: owner for tensor, owner in self._owners().items() if optimizer or tensor[0] == "model"}
         own = [tensor for tensor, owner in owners.items() if owner == ranks.rank()]
         own_buffers = self._buffers() if ranks.rank() == 0 else {}
         types = {name: torch.float32 for kind, name in own if kind == "model"}
@@ -561,7 +564,7 @@ class ModelEngine(InferenceEngine, ABC):
             del whole  # before the next one is gathered
         for buffer in own_buffers.values():
             weights.write(buffer)
-        files = {f"optimizer{part}.safetensors": moments.content()}
+        files = {f"optimizer{part}.safetensors": moments.content()} if optimizer else {}
         if shapes or not adapted:
             files[weights_file] = weights.content()
         files_of = ranks.gathered(dict.fromkeys(shapes, weights_file))

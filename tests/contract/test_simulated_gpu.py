@@ -31,6 +31,7 @@ def run(*arguments: str, plugin: str = "tests.simulated.plugin") -> None:
 
 
 @compiles
+@pytest.mark.slow
 def test_what_it_finds_and_how_often_engines_wait() -> None:
     run("tests/contract/on_simgpu.py")
 

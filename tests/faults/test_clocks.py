@@ -31,7 +31,7 @@ def on_another_machine() -> None:
     time_of_day = time.time
     time.time = lambda: time_of_day() + AHEAD_S
     socket.gethostname = lambda: "elsewhere"
-    ratchet.infra.execution.heartbeat._boot_id = lambda: "another boot"
+    ratchet.infra.execution.heartbeat.boot_id = lambda: "another boot"
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes
+from tests.tiers import sampled
 
 
 def run_config(workspace: Path, store: Path) -> RunConfig:
@@ -52,7 +53,7 @@ def shard(config: RunConfig, stage: str) -> Path:
     return sorted(folder.rglob("*.parquet"))[1]
 
 
-@pytest.mark.promise
+@sampled(3)
 @pytest.mark.parametrize("stage", ["generate", "score", "old_log_probs"])
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
 def test_a_damaged_shard_is_named_and_never_trained_on(config: RunConfig, stage: str, damage: str) -> None:

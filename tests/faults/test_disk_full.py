@@ -29,7 +29,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         process.kill()
 
 
-@pytest.mark.promise
 def test_a_full_disk_loses_nothing(small_disk: Path, workspace: Path, processes: Processes, tmp_path: Path) -> None:
     config = tiny.config(
         workspace,

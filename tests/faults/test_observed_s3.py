@@ -19,7 +19,6 @@ from ratchet.rlhf.metrics import STEP
 from tests.faults.proxy import Rule, proxy
 
 
-@pytest.mark.promise
 def test_the_trainer_does_not_wait_for_a_store_that_is_away(
     s3: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -155,7 +155,6 @@ def test_a_run_learns_from_calls_in_every_dialect(start: Any, workspace: Path) -
         np.testing.assert_allclose(row["old_log_probs"][drawn == 1], row["rollout_log_probs"][drawn == 1], atol=1e-3)
 
 
-@pytest.mark.promise
 def test_an_answer_that_a_program_got_is_never_asked_for_again(start: Any) -> None:
     config, killed = start("killed", Fault("put", "journals/iteration=000001/calls/generate", "after", count=3))
     assert killed.wait() == -signal.SIGKILL, killed.text

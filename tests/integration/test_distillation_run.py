@@ -111,7 +111,6 @@ def test_the_policy_moves_toward_its_teachers_most_likely_tokens(
         assert not row["advantages"].any(), "the teacher is in the loss"
 
 
-@pytest.mark.promise
 def test_forks_and_sweeps_do_not_ask_the_teacher_again(workspace: Path, processes: Processes, teacher: Path) -> None:
     """Only for tokens that nobody has drawn before: those of iterations after the one at which they part."""
     store = f"file://{processes.folder}/runs"
@@ -150,7 +149,6 @@ def test_forks_and_sweeps_do_not_ask_the_teacher_again(workspace: Path, processe
     assert len(open_run(f"{store}/more").trajectories(1)["teacher_topk_ids"][0]) % 9 == 0
 
 
-@pytest.mark.promise
 def test_another_student_reads_what_the_teacher_said(workspace: Path, processes: Processes, teacher: Path) -> None:
     """Of the same answers: a student of another size, and a teacher that says more, which is asked."""
     store = f"file://{processes.folder}/runs"

@@ -65,6 +65,7 @@ NOT_RUN = {
     "export PREFECT_API_URL": "the same",
     "ratchet deploy": "the same",
     "ratchet worker": "the same",
+    "ratchet rollout-worker": "needs a driver that runs: tests/crash/test_rollout_workers.py",
     "ratchet train examples/countdown.yaml run.name=qwen": "needs a bucket, a model of the hub and a GPU",
     "ratchet ui --store s3://bucket/runs": "needs a bucket: tests/integration/test_ui.py",
     "VLLM_SERVER_DEV_MODE=1 vllm serve": "needs vLLM: tests/integration/test_server_run.py",

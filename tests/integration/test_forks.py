@@ -274,7 +274,6 @@ def test_query_reads_in_place(ratchet: Ratchet, parent: History, config: RunConf
     assert code == 2
 
 
-@pytest.mark.promise
 def test_vacuum_deletes_what_nothing_reaches(ratchet: Ratchet, config: RunConfig, processes: Processes) -> None:
     """A driver that died left files; a snapshot that was retired is gone already."""
     for fault in (

@@ -52,12 +52,11 @@ def listed(store: Path) -> dict[str, RunSummary]:
 def beat(store: Path, name: str, host: str) -> None:
     process = psutil.Process()
     objects = ObjectStore(f"file://{store}/{name}")
-    boot = heartbeat._boot_id()
+    boot = heartbeat.boot_id()
     stored = Beat(term=1, host=host, boot=boot, pid=process.pid, born=born(process), count=1)
     objects.put(heartbeat.KEY, stored.model_dump_json().encode())
 
 
-@pytest.mark.promise
 def test_runs_are_listed(store: Path) -> None:
     (store / "no-run").mkdir()
     (store / "file.txt").write_text("no run either")

@@ -304,7 +304,6 @@ def test_bisect(ratchet: Callable[..., str]) -> None:
     assert "the rewards do not part" in ratchet("bisect", "lines", "--reward", REWARD)
 
 
-@pytest.mark.promise
 def test_rescore(recorded: Ratchet, store: str, tmp_path: Path) -> None:  # noqa: F811
     """Without a model: the new run is Ratchet's own, can be continued, and is compared by what is known."""
     reward = tmp_path / "strict.py"

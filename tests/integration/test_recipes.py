@@ -121,7 +121,7 @@ BYPASS = {
 }
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize(
     ("name", "algorithm", "more"),
     [

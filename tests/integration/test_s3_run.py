@@ -18,7 +18,6 @@ from tests import tiny
 from tests.processes import Fault, Processes
 
 
-@pytest.mark.promise
 def test_a_run_in_a_bucket(each_s3: str, workspace: Path, processes: Processes, tmp_path: Path) -> None:
     config = tiny.config(
         workspace,

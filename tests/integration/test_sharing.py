@@ -145,7 +145,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.promise
 def test_an_export_has_a_model_card(exported: Callable[..., Path], shared: Run) -> None:
     folder = exported("--iteration", 1)
     text = (folder / "README.md").read_text()

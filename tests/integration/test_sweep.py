@@ -115,7 +115,6 @@ def test_arms_that_fall_behind_are_stopped(parent: Run, processes: Processes, tm
             assert value == pytest.approx(arm.store.validation_scores({2 + step}, None)[2 + step])
 
 
-@pytest.mark.promise
 def test_what_does_not_fit_is_said_before_anything_starts(parent: Run, tmp_path: Path) -> None:
     def sweep(**changes: Any) -> Sweep:
         settings: dict[str, Any] = {

@@ -37,7 +37,6 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.promise
 def test_tools_of_rows(workspace: Path, processes: Processes) -> None:
     folder = processes.folder
     data, template, reward = folder / "data.jsonl", folder / "template.jinja", folder / "tools_reward.py"

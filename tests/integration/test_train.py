@@ -261,7 +261,6 @@ def test_a_finished_run_goes_on_and_is_left_alone(ratchet: Ratchet, workspace: P
     pd.testing.assert_frame_equal(now.run.trajectories(), then.run.trajectories())
 
 
-@pytest.mark.promise
 def test_a_reward_that_is_not_a_number_commits_nothing(ratchet: Ratchet) -> None:
     refused = done(ratchet(reward__function="tests.rewards_of_responses:not_a_number"), 1)
     assert "nan" in refused
@@ -307,7 +306,6 @@ def test_prompts_of_a_generation_that_was_given_up_are_passed_over_once(ratchet:
     assert ratchet.history.state.cursor == 8
 
 
-@pytest.mark.promise
 def test_an_update_that_is_not_finite_can_be_passed_over(ratchet: Ratchet) -> None:
     """The actor's second step is; its first, which was taken, must leave no trace."""
     bad: dict[str, Any] = {"actor__lr": 1e30, "train__iterations": 3}

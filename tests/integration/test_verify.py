@@ -15,6 +15,7 @@ from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes
+from tests.tiers import sampled
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,6 @@ def closed(run: Path, ratchet: Ratchet) -> Path:
     return run
 
 
-@pytest.mark.promise
 def test_vacuum_deletes_nothing_if_one_byte_of_the_log_is_not_as_it_was(ratchet: Ratchet, closed: Path) -> None:
     path = closing(closed)
     data = path.read_bytes()
@@ -106,7 +106,7 @@ def test_vacuum_deletes_nothing_if_one_byte_of_the_log_is_not_as_it_was(ratchet:
     assert not open_run(f"file://{closed}").metrics().empty
 
 
-@pytest.mark.promise
+@sampled(3)
 @pytest.mark.parametrize("place", [1, -5, -2])
 def test_a_lost_record_stops_whoever_would_write_and_put_back_all_is_well(
     ratchet: Ratchet, run: Path, config: RunConfig, place: int

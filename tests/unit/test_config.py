@@ -193,6 +193,7 @@ WRONG = [
     ("rollout={engine: vllm, seeds: engine}; run.deterministic=true", "rollout.seeds engine draws responses that cannot be repeated"),  # noqa: E501
     ("rollout={engine: {type: server, urls: 'http://a:1', api: tgi, weights_folder: w}}", "rollout.engine.api tgi cannot load new weights"),  # noqa: E501
     ("data.generations=r; algorithm.rollout_correction.bypass=true", "data.generations uses the generations of another policy"),  # noqa: E501
+    ("rollout.workers=true; rollout.mode=one_step_off; rollout.engine=vllm", "rollout.workers does not work with rollout.mode one_step_off (use sync)"),  # noqa: E501
     ("data.generations=r; train.epochs=1", "train.epochs is set, but data.generations draws no prompts: remove one of them"),  # noqa: E501
     ("train.epochs=1; algorithm.dynamic_sampling.max_prompts=128", "train.epochs is set, but algorithm.dynamic_sampling draws as many prompts as it needs"),  # noqa: E501
     ("data.curriculum={solved_score: 1, lag: 1}; rollout.mode=one_step_off", "data.curriculum.lag is 1, but rollout.mode one_step_off draws 1 iterations ahead"),  # noqa: E501

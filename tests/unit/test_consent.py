@@ -62,6 +62,7 @@ LOOKS: dict[str, list[str]] = {
 RUNS: dict[str, list[str]] = {
     "plan": [RUN],
     "resume": [RUN],
+    "rollout-worker": [RUN],
     "fork": [RUN, "--at", "1:score", "--run", "new"],
     "sweep": [RUN, "--at", "1:update_actor", "--vary", "actor.lr=1e-5,1e-4"],
     "relabel": [RUN, "--run", "round"],

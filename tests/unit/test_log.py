@@ -640,7 +640,7 @@ def sleeper() -> Iterator[psutil.Process]:
 
 def beat(process: psutil.Process | None = None, **changes: Any) -> heartbeat.Beat:
     process = process or psutil.Process()
-    fields = {"term": 1, "host": socket.gethostname(), "boot": heartbeat._boot_id(), "pid": process.pid}
+    fields = {"term": 1, "host": socket.gethostname(), "boot": heartbeat.boot_id(), "pid": process.pid}
     return heartbeat.Beat(**({**fields, "born": born(process), "count": 1} | changes))
 
 

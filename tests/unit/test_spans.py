@@ -111,6 +111,7 @@ def test_tools_of_a_program_are_spans_between_its_calls(received: Receiver) -> N
     assert conversations == ["it000000-p00000-s00"] * 2 + ["it000000-p00000-s00-b01"]
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_if_it_is_off_and_a_receiver_that_is_gone_loses_only_spans() -> None:
     output = play("tools")
     assert output[-2:] == ["stop None", "not imported"]

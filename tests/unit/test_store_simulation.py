@@ -1,5 +1,5 @@
-"""Several drivers, one log, and a store whose answers cannot be relied on: nothing acknowledged is ever lost, nothing
-happens twice, and one driver at a time decides.
+"""Several drivers and rollout workers, one log, and a store whose answers cannot be relied on: nothing acknowledged is
+ever lost, nothing happens twice, and one driver at a time decides.
 
 Every driver decides from its state what to do next, as the tasks do, and tries again after `StoreUnavailable`. A
 driver that is killed is a new claim later. Each request may fail before or after it takes effect, take effect much
@@ -24,13 +24,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ratchet.infra.store.log import TAIL, Fenced
+from ratchet.infra.store.log import TAIL, Fenced, Late
 from ratchet.infra.store.manifest import Checkpoint, Fingerprint, Manifest
 from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
 from ratchet.infra.store.records import (
     Claim,
     Commit,
     Finalize,
+    Lease,
     ObjectRef,
     Record,
     RunState,
@@ -126,12 +127,57 @@ class Drivers(RuleBasedStateMachine):
     )
     def work(self, who: int | None, deadline_s: float, steps: int, weather: str, data: st.DataObject) -> None:
         """A driver, most likely the newest, or else a new one, does what is due, and tries again what failed."""
-        fresh = who is None or not self.running
-        store = self.start(deadline_s) if fresh else self.running[-1 - (who or 0) % len(self.running)]
+        driving = [store for store in self.running if store.log.worker is None]
+        fresh = who is None or not driving
+        store = self.start(deadline_s) if fresh else driving[-1 - (who or 0) % len(driving)]
         with self.under(weather, data):
             for _ in range(steps):
                 if store in self.running:
                     self.perform(store, self.claim if store.log.term == 0 else self.next_stage)
+
+    @precondition(lambda self: self.log)
+    @rule(
+        who=st.sampled_from([0, 0, 1, None]),
+        deadline_s=st.sampled_from([0.0, 2.0, 6.0]),
+        steps=st.integers(1, 4),
+        weather=weathers,
+        data=st.data(),
+    )
+    def help(self, who: int | None, deadline_s: float, steps: int, weather: str, data: st.DataObject) -> None:
+        """A rollout worker, new or not, generates what is not committed."""
+        helping = [store for store in self.running if store.log.worker is not None]
+        fresh = who is None or not helping
+        store = self.start(deadline_s) if fresh else helping[-1 - (who or 0) % len(helping)]
+        with self.under(weather, data):
+            for _ in range(steps):
+                if store in self.running:
+                    self.perform(store, self.join if store.log.term == 0 else self.generate_one)
+
+    def join(self, store: Watched) -> None:
+        store.join(store.name)
+
+    def generate_one(self, store: Watched) -> None:
+        """Leases a shard, and generates it, as `shared` does. A worker that is fenced joins the newest driver."""
+        try:
+            state = store.log.read()
+            store.log.check_claim()
+        except Fenced:
+            store.join(store.name)
+            return
+        iteration, done = state.iteration, store.committed_shards("generate")
+        left = [number for number in range(SHARDS) if number not in done]
+        if "generate" in state.stages or not left:
+            return
+        try:
+            store.commit(Lease(iteration=iteration, stage="generate", shards=(left[-1],), worker=store.log.worker))
+        except Late:
+            return
+        attempt = store.begin_attempt(iteration, "generate")
+        shard = self.shard(store, iteration, attempt, left[-1])
+        try:
+            store.commit(shard)
+        except Late:
+            store.objects.delete([shard.data.key])
 
     @contextmanager
     def under(self, weather: str, data: st.DataObject) -> Iterator[None]:
@@ -200,21 +246,24 @@ class Drivers(RuleBasedStateMachine):
         for number in range(SHARDS):
             if number in shards:
                 continue
-            table = pa.table({"trajectory_id": [f"it{iteration}-s{number}"], "nonce": [next(self.nonces)]})
-            shards[number] = ShardCommit(
-                iteration=iteration,
-                stage="generate",
-                shard=number,
-                term=store.log.term,
-                data=store.write_shard(iteration, "generate", attempt, number, table),
-                seconds=0.1,
-            )
+            shards[number] = self.shard(store, iteration, attempt, number)
             if number < SHARDS - 1:
                 store.commit(shards[number])
         # The last shard and its stage are one record; a stage all of whose shards are there is one alone.
         latest = [shards[SHARDS - 1]] if SHARDS - 1 not in store.committed_shards("generate") else []
         data = tuple(shard.data for _, shard in sorted(shards.items()))
         store.commit(*latest, self.stage(store, iteration, "generate", attempt, data))
+
+    def shard(self, store: Watched, iteration: int, attempt: int, number: int) -> ShardCommit:
+        table = pa.table({"trajectory_id": [f"it{iteration}-s{number}"], "nonce": [next(self.nonces)]})
+        return ShardCommit(
+            iteration=iteration,
+            stage="generate",
+            shard=number,
+            term=store.log.term,
+            data=store.write_shard(iteration, "generate", attempt, number, table),
+            seconds=0.1,
+        )
 
     def update(self, store: Watched) -> None:
         iteration = store.state.iteration
@@ -266,17 +315,28 @@ class Drivers(RuleBasedStateMachine):
         except Fenced:
             self.look()
             assert store.log.term < max(self.claims), "nobody has taken the run over"
+        except Late:  # a driver that leases nothing meets what a worker has committed, and tries again
+            self.look()
+            assert store.log.worker is None
+            assert any(record.worker is not None for record in map(Record.model_validate_json, self.log))
         except Killed:
             self.running.remove(store)
         else:
-            assert not (behind and len(store.tried) > tried), "a driver went on after another's claim"
+            assert not (behind and len(store.tried) > tried) or store.log.term == max(self.claims), (
+                "a driver went on after another's claim"
+            )
             self.look()
             assert store.state == self.states[store.state.slot + 1]
 
     def overtake(self) -> None:
-        """Another driver claims, in the middle of a request of this one."""
-        store = Watched(ObjectStore("", Memory(self.backend.objects)), f"driver {next(self.nonces)}")
-        store.claim()
+        """Another driver claims in the middle of a request of this one, or a rollout worker commits a shard."""
+        number = next(self.nonces)
+        store = Watched(ObjectStore("", Memory(self.backend.objects)), f"process {number}")
+        if number % 2 and "log/000000000000.json" in self.backend.objects:
+            store.join(store.name)
+            self.generate_one(store)
+        else:
+            store.claim()
         store.objects.backend = self.backend
         store.objects.clock, store.objects.deadline_s = self.clock, 0.0
         self.stores.append(store)
@@ -301,7 +361,8 @@ class Drivers(RuleBasedStateMachine):
             self.claims[record.term] = record.commits[0].code
         else:
             assert record.term == before.term, "a record of an older term follows a newer claim"
-            self.commits.append(_text(record.commits))
+            if not isinstance(record.commits[0], Lease):  # the same shards may be leased again
+                self.commits.append(_text(record.commits))
         after.apply(record, sha256_of(data))
         for commit in record.commits:
             if isinstance(commit, ShardCommit | StageCommit | Skip | Finalize):
@@ -327,7 +388,7 @@ class Drivers(RuleBasedStateMachine):
         for key, data in self.objects.items():
             assert self.backend.objects.get(key) == data, f"{key} is committed, and was changed or deleted"
         tried = {text for store in self.stores for text in store.tried}
-        acknowledged = {text for store in self.stores for text in store.acknowledged}
+        acknowledged = {text for store in self.stores for text in store.acknowledged if '"kind":"lease"' not in text}
         assert len(set(self.commits)) == len(self.commits), "an append is there twice"
         assert set(self.commits) <= tried, "an append is there in part"
         assert acknowledged <= set(self.commits), "an acknowledged commit is lost"

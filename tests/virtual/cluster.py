@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from ratchet.infra.execution import driver as driver_module
-from ratchet.infra.execution import executors, read_write_lock, replicas
+from ratchet.infra.execution import executors, neighbours, read_write_lock, replicas
 from ratchet.infra.execution.driver import Driver
 from ratchet.infra.execution.executors import StageHandle
 from ratchet.infra.store import log, run_store
@@ -32,7 +32,7 @@ from ratchet.infra.workers.calls import ComputedShard, RowsCall, ShardKey
 from ratchet.infra.workers.ray_group import BESIDE, GroupLost
 from ratchet.infra.workers.rollouts import Generated
 from ratchet.rlhf.config import RunConfig, parse_config
-from ratchet.tasks import generation_runner, recording
+from ratchet.tasks import generation_runner, leases, recording, rollout_worker, shard_runner
 from ratchet.tasks.shard_runner import run_rows
 from ratchet.tasks.stages.generate import GENERATE, GenerateSummary
 from tests.faulty_store import Memory
@@ -40,8 +40,22 @@ from tests.virtual.time import Condition, Future, Lock, Queue, VirtualTime
 
 T = TypeVar("T")
 
-IN_VIRTUAL_TIME = (driver_module, executors, read_write_lock, replicas, log, run_store, generation_runner)
-"""The modules of the driver that wait, or look at a clock."""
+IN_VIRTUAL_TIME = (
+    driver_module,
+    executors,
+    neighbours,
+    read_write_lock,
+    replicas,
+    log,
+    run_store,
+    generation_runner,
+    leases,
+    rollout_worker,
+    shard_runner,
+)
+"""The modules of the driver and of rollout workers that wait, or look at a clock."""
+GENERATES = replace(GENERATE, outside=(), draws=None, replays=None)
+"""The stage, without what it needs beside a config."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +330,8 @@ class Process:
         if self._journal[0] != parts:
             journaled: dict[str, int] = {}
             for part in parts:
-                self.cluster.store.objects.get_if_there(part.key)
-                journaled |= self.cluster.journals[part.key]
+                if self.cluster.store.objects.get_if_there(part.key) is not None:  # else there is a newer one
+                    journaled |= self.cluster.journals[part.key]
             self.time.sleep(self.cluster.speeds.read * sum(journaled.values()))
             self._journal = parts, journaled
         return self._journal[1]
@@ -472,12 +486,14 @@ class Cluster:
         self._starting = Lock(self.time)
 
     @contextmanager
-    def driver(self) -> Iterator[Driver]:
+    def driver(self, **changes: object) -> Iterator[Driver]:
+        """Yields a driver; `changes` are dotted keys of its config with ``__`` for dots."""
         randomness = random.getstate()
         random.seed(self.work.seed)  # the store's backoff is random
         with self.time.in_modules(IN_VIRTUAL_TIME):
             self.store = RunStore(ObjectStore("memory", self.bucket, clock=self.time))
-            config = config_of(self.work)
+            values = {key.replace("__", "."): value for key, value in changes.items()}
+            config = config_of(self.work).with_values(values)
             weights = {"actor": Weights(version=0, digest="first")}
             claim = Claim(
                 config=config.model_dump(mode="json"), code="", packages={}, threads=1, host="", initial=weights
@@ -551,14 +567,13 @@ class Cluster:
 
     def generated(self, driver: Driver) -> tuple[Iteration, Manifest]:
         """Generates the open iteration; tries again after a loss, as the stage's task does."""
-        stage = replace(GENERATE, outside=(), draws=None, replays=None)
         number = driver.state.iteration
         began, cpu, drawn = self.time.now, self.time.cpu_s["driver"], self.drawn
         for counted in (self.bucket.requests, self.bucket.by_second, self.calls):
             counted.clear()
         for wait_s in (*recording.WAITS_S, None):
             try:
-                manifest, _ = run_rows(driver, stage, number, {}, StageHandle("generate"))
+                manifest, _ = run_rows(driver, GENERATES, number, {}, StageHandle("generate"))
                 break
             except GroupLost:
                 if wait_s is None:

@@ -26,11 +26,23 @@ class NothingHappens(BaseException):
     """All threads wait without a deadline."""
 
 
+class _Killed(BaseException):
+    """Ends a thread whose process was killed. Whatever it still does on its way out waits no more: it does nothing."""
+
+
+class Group:
+    """The threads of a process, which can be killed together."""
+
+    def __init__(self) -> None:
+        self.is_killed = False
+        self.tasks: list[_Task] = []
+
+
 class _Task:
     """A thread that runs, is due, or waits."""
 
-    def __init__(self, runs: greenlet, kind: str) -> None:
-        self.runs, self.kind = runs, kind
+    def __init__(self, runs: greenlet, kind: str, group: Group) -> None:
+        self.runs, self.kind, self.group = runs, kind, group
         self.waits = 0
         """Number of the wait; a deadline of an earlier wait has no effect."""
         self.is_waiting = False
@@ -43,25 +55,46 @@ class VirtualTime:
         self.now = 0.0
         self.cpu_s = Counter[str]()
         """Real CPU seconds of the code under test (`driver`), and of what is simulated around it (`cluster`)."""
-        self.current = self._main = _Task(getcurrent(), "driver")
+        self.current = self._main = _Task(getcurrent(), "driver", Group())
         self._due: deque[_Task] = deque()
         self._deadlines: list[tuple[float, int, _Task, int]] = []
         self._numbers = itertools.count()
         self._scheduler = greenlet(self._schedule)
 
-    def start(self, run: Callable[[], None], kind: str = "cluster") -> None:
-        """Starts a thread, which runs once the others wait."""
+    def start(self, run: Callable[[], None], kind: str = "cluster", group: Group | None = None) -> None:
+        """Starts a thread, which runs once the others wait; it is in the group of the thread that starts it, or in
+        another one."""
+        group = self.current.group if group is None else group
 
-        self._due.append(_Task(greenlet(run, self._scheduler), kind))
+        def until_killed() -> None:
+            try:
+                if not group.is_killed:
+                    run()
+            except BaseException:  # a killed thread does not hold the locks that its `with` statements release
+                if not group.is_killed:
+                    raise
+
+        group.tasks.append(_Task(greenlet(until_killed, self._scheduler), kind, group))
+        self._due.append(group.tasks[-1])
+
+    def kill(self, group: Group) -> None:
+        """Ends the threads of another group: nothing that they wait for takes effect any more."""
+        group.is_killed = True
+        for task in group.tasks:
+            self.wake(task)
 
     def wait(self, timeout: float | None = None) -> None:
         """Lets others run until `wake` is called for this thread, or for so many seconds."""
         task = self.current
+        if task.group.is_killed:
+            raise _Killed
         task.waits += 1
         task.is_waiting = True
         if timeout is not None:
             heapq.heappush(self._deadlines, (self.now + max(timeout, 0.0), next(self._numbers), task, task.waits))
         self._scheduler.switch()
+        if task.group.is_killed:
+            raise _Killed
         if task.is_waiting:
             raise NothingHappens(f"at {self.now:.3f} s all threads wait, and nothing will end it")
 

@@ -42,7 +42,15 @@ def check_inputs(config: RunConfig) -> None:
         *(
             []
             if environment is None
-            else [partial(check_environment, environment.name, environment.options, played_on_by)]
+            else [
+                partial(
+                    check_environment,
+                    environment.name,
+                    environment.options,
+                    played_on_by,
+                    shared=config.rollout.workers,
+                )
+            ]
         ),
         *([] if agent is None else [partial(check_agent, agent.name, agent.options)]),
         *(algorithm.check for algorithm in chosen if isinstance(algorithm, UserLoss | UserAdvantage)),

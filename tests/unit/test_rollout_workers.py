@@ -1,0 +1,143 @@
+"""What happens between processes that generate the same stage, one property at a time; see `tests/crash` for kills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyarrow as pa
+import pytest
+
+from ratchet.infra.execution.executors import StageHandle
+from ratchet.infra.runs.vacuum import vacuum
+from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import Claim, ShardCommit, Weights
+from ratchet.infra.store.run_store import RunStore
+from ratchet.tasks import rollout_worker
+from ratchet.tasks.generation_runner import GenerationRunner
+from ratchet.tasks.shard_runner import ShardJob, run_rows
+from ratchet.tasks.stages.generate import shards_of
+from tests.faulty_store import Clock, Memory
+from tests.virtual.cluster import GENERATES, Work
+from tests.virtual.rollout_workers import Fleet, Machine
+from tests.virtual.time import Group
+
+SMALL = Work(replicas=1, prompts=32, n=2, journal_s=5.0)
+"""Two shards."""
+
+
+def test_a_shard_that_another_process_has_committed_may_be_complete_here() -> None:
+    fleet = Fleet(SMALL, workers=0)
+    with fleet.alone() as driver, GenerationRunner(driver, 0, GENERATES.name) as generation:
+        job = ShardJob(driver, GENERATES, 0, {}, 0, shards_of(driver), StageHandle(GENERATES.name))
+        generation.open([job.request(0)])
+        fleet.time.sleep(300.0)  # it is complete, and the replica has reported it
+        generation.drop([job.request(0).key])
+        assert generation.next_complete() == {}
+
+
+def test_a_worker_goes_on_after_a_stage_that_ended_before_its_journal() -> None:
+    """Its journal of the stage is late."""
+    fleet = Fleet(SMALL, workers=0)
+    with fleet.alone() as driver:
+        machine = Machine(fleet.cluster, driver.config)
+        worker = machine.join()
+        with GenerationRunner(worker, 0, GENERATES.name) as generation:
+            attempt = worker.store.begin_attempt(0, GENERATES.name)
+            job = ShardJob(worker, GENERATES, 0, {}, attempt, shards_of(worker), StageHandle(GENERATES.name))
+            generation.open([job.request(0)])
+            fleet.time.sleep(6.0)
+            run_rows(driver, GENERATES, 0, {}, StageHandle(GENERATES.name))
+            generation.journal()
+        assert not machine.store.journals(0, GENERATES.name)
+        assert not [key for key in fleet.cluster.bucket.objects if key.startswith("journals/")], "its files are deleted"
+
+
+def test_a_worker_waits_for_a_driver_without_asking_the_store_at_every_moment() -> None:
+    fleet = Fleet(SMALL, workers=0)
+    with fleet.alone() as driver:
+        machine, group = Machine(fleet.cluster, driver.config), Group()
+        fleet.time.start(machine.run, "driver", group)
+        fleet.time.sleep(300.0)
+        assert len(driver.store.log.read().shards[GENERATES.name]) == shards_of(driver)
+        before = fleet.cluster.bucket.requests.total()
+        fleet.time.sleep(100.0)
+        asked = fleet.cluster.bucket.requests.total() - before
+        fleet.time.kill(group)
+        fleet.time.sleep(1.0)
+    assert asked < 100 / rollout_worker.LOOK_S + 200, "one at each look, and those of beats"
+
+
+@pytest.mark.parametrize(("temperature", "kept"), [(1.0, True), (0.5, False)])
+def test_a_worker_continues_from_no_journal_of_another_config(temperature: float, kept: bool) -> None:
+    """A new driver discards such a journal, but perhaps later than a worker reads it."""
+    work = Work(replicas=1, prompts=16, n=2, journal_s=5.0)
+    fleet = Fleet(work, workers=0)
+    with fleet.alone() as driver:
+        with GenerationRunner(driver, 0, GENERATES.name) as generation:
+            job = ShardJob(driver, GENERATES, 0, {}, 0, shards_of(driver), StageHandle(GENERATES.name))
+            generation.open([job.request(0)])
+            fleet.time.sleep(6.0)
+            generation.journal()
+            generation.drop([job.request(0).key])
+        second = RunStore(ObjectStore("memory", fleet.cluster.bucket, clock=fleet.time))
+        first = second.log.read().claim
+        assert first is not None
+        config = driver.config.with_values({"rollout.temperature": temperature})
+        second.log.claim(first.model_copy(update={"config": config.model_dump(mode="json")}))
+        machine, group = Machine(fleet.cluster, config), Group()
+        fleet.time.start(machine.run, "driver", group)
+        fleet.time.sleep(300.0)
+        fleet.time.kill(group)
+        fleet.time.sleep(1.0)
+        assert len(second.log.read().shards[GENERATES.name]) == 1
+    assert (machine.kept > 0) == kept
+
+
+class Meanwhile(Memory):
+    """A store in which something happens just before the run is listed for the third time: `vacuum` has claimed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listings = 0
+        self.happens: Callable[[], None] = lambda: None
+
+    def list(self, prefix: str) -> list[str]:
+        self.listings += prefix == ""
+        if prefix == "" and self.listings == 3:
+            self.happens()
+        return super().list(prefix)
+
+
+def claimed(objects: ObjectStore) -> RunStore:
+    store = RunStore(objects)
+    first = {"actor": Weights(version=0, digest="first")}
+    store.log.claim(Claim(config={}, code="", packages={}, threads=1, host="here", initial=first))
+    return store
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_vacuum_keeps_what_a_worker_writes_meanwhile(is_committed: bool) -> None:
+    """A worker joins the claim of `vacuum`, as that of any newer driver."""
+    memory = Meanwhile()
+    objects = ObjectStore("memory", memory, clock=Clock())
+    claimed(objects)
+    worker = RunStore(objects)
+    written: list[ShardCommit] = []
+
+    def work() -> None:
+        worker.join("worker")
+        rows = pa.table({"trajectory_id": ["it000000-p00000-s00"]})
+        data = worker.write_shard(0, "generate", worker.begin_attempt(0, "generate"), 0, rows)
+        shard = ShardCommit(iteration=0, stage="generate", shard=0, term=worker.log.term, data=data, seconds=0.0)
+        written.append(shard)
+        if is_committed:
+            worker.commit(shard)
+
+    memory.happens = work
+    vacuuming = RunStore(objects)
+    vacuuming.log.read()
+    vacuum(vacuuming)
+    assert worker.log.term == 2
+    if not is_committed:
+        worker.commit(*written)
+    assert worker.read_shard(worker.committed_shards("generate")[0].data).num_rows == 1
