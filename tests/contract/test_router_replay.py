@@ -210,6 +210,7 @@ def test_a_model_without_experts_is_refused(policy_folder: Path) -> None:
 # The trainer follows.
 
 
+@sampled(4)
 def test_outputs_are_those_of_a_naive_pass_with_these_experts(kind: Kind, routed: TrajectoryBatch) -> None:
     engine = kind.build(follows_routes=True)
     free = infer(engine, kind, routed.take(ALL).without(ROUTES))
@@ -250,6 +251,7 @@ def test_the_model_s_own_experts_give_the_same_bits(mixtures: dict[str, Path], b
 RECOMPUTING: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True}, {"gradient_checkpointing": "selective"}]
 
 
+@sampled(6)
 @pytest.mark.parametrize("options", RECOMPUTING, ids=str)
 def test_a_step_is_that_of_autograd_with_these_experts(
     kind: Kind, options: dict[str, Any], routed: TrajectoryBatch
@@ -279,6 +281,7 @@ def test_a_step_is_that_of_autograd_with_these_experts(
     assert gates == LAYERS, "each router learns"
 
 
+@sampled(4)
 def test_an_update_has_the_same_bits_again(kind: Kind, routed: TrajectoryBatch) -> None:
     engines = [kind.build(follows_routes=True) for _ in range(2)]
     for engine in engines:

@@ -141,6 +141,9 @@ WRONG = [
     ("actor.ema_decay=1", "actor.ema_decay is 1: input should be less than 1"),
     ("rollout.engine=server", "rollout.engine.urls is missing: set it"),
     ("rollout={engine: {type: server, urls: 'http://a:1'}}; model.lora={}", "rollout.engine server cannot load adapters"),  # noqa: E501
+    ("rollout={engine: {type: server, urls: 'http://a:1'}, router_replay: true}", "rollout.router_replay needs the experts that the rollout chose, which rollout.engine server does not return: use hf or vllm"),  # noqa: E501
+    ("rollout={engine: {type: vllm, prefix_caching: false}, router_replay: true}", "rollout.router_replay with rollout.engine vllm needs its prefix cache"),  # noqa: E501
+    ("rollout.router_replay=true; model.kernels=compile", "rollout.router_replay does not work with model.kernels compile: set model.kernels to torch"),  # noqa: E501
     ("critic=null", "critic is null, but algorithm.advantage gae needs values: leave critic out"),
     ("algorithm.advantage={type: grpo}; critic.warmup_iterations=1", "critic.warmup_iterations is set, but algorithm.advantage grpo has no critic: remove it"),  # noqa: E501
     ("algorithm.advantage={type: grpo}; rollout.n=1", "algorithm.advantage grpo compares the trajectories of a prompt, but rollout.n is 1: raise rollout.n"),  # noqa: E501
