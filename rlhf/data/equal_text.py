@@ -66,9 +66,8 @@ def numbered(own: Sequence[int], parts: Sequence[Span]) -> tuple[Numbers, Number
     """
     own_ends = np.asarray(own)
     own_cuts = {int(end): at for at, end in enumerate(own_ends) if end > (own_ends[at - 1] if at else 0)}
-    begins = [begin for begin, _ in parts[1:]]
-    # several tokens of one character have the same part, so only the last of them ends with it
-    cuts = {end: at for at, ((_, end), begin) in enumerate(zip(parts, begins, strict=False)) if end <= begin}
+    # several tokens of one character have the same part: the last of them counts
+    cuts = {end: at for at, (_, end) in enumerate(parts[:-1])}
     shared = sorted(own_cuts.keys() & cuts.keys())
     of_own = np.searchsorted([own_cuts[end] for end in shared], np.arange(len(own)))
     of_other = np.searchsorted([cuts[end] for end in shared], np.arange(len(parts)))

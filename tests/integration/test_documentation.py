@@ -96,6 +96,7 @@ NOT_RUN = {
     "sbatch": "needs Slurm: tests/integration/test_slurm.py",
     "ratchet train examples/sentences/grpo.yaml": "needs the pretrained model: tests/integration/test_pretrained.py",
     "python examples/summary.py sentences": "needs the run of the demo; that of the Countdown demo is summed up",
+    "python examples/summary.py distill": "the same",
     "ratchet train examples/grpo.yaml": "its run is there already, with a reward model",
     "ssh": "needs another machine",
     "ratchet compare A1 A2 A3 -- B1 B2 B3": "needs runs of several seeds: tests/unit/test_comparison.py",
