@@ -100,7 +100,7 @@ class RunStore:
         self.log.join(worker)
         with self._lock:
             # far from those of other workers, whose files may be in the same folders
-            self._first_attempt = WORKERS_FROM * (1 + secrets.randbelow(10**6))
+            self._first_attempt = WORKERS_FROM * (1 + secrets.randbelow(10**9))
             self._attempts = {}
 
     # Stages.

@@ -18,8 +18,8 @@ from ratchet.infra.store.run_store import RunStore
 from ratchet.rlhf.errors import UserError
 from ratchet.tasks import rollout_worker
 from ratchet.tasks.generation_runner import GenerationRunner
-from ratchet.tasks.shard_runner import ShardJob, run_rows
-from ratchet.tasks.stages.generate import shards_of
+from ratchet.tasks.shard_runner import LOOK_S, ShardJob, run_rows
+from ratchet.tasks.stages.generate import GenerateConfig, GenerateSummary, shards_of
 from tests.faulty_store import Clock, Memory
 from tests.virtual.cluster import GENERATES, Work
 from tests.virtual.rollout_workers import Fleet, Hour, Machine, records_of
@@ -68,7 +68,10 @@ def test_killed_workers_cost_the_share_of_time_in_which_they_are_gone(work: Work
 
 def test_a_shard_that_another_process_has_committed_may_be_complete_here() -> None:
     fleet = Fleet(SMALL, workers=0)
-    with fleet.alone() as driver, GenerationRunner(driver, 0, GENERATES.name) as generation:
+    with (
+        fleet.alone() as driver,
+        GenerationRunner[GenerateConfig, GenerateSummary](driver, 0, GENERATES.name) as generation,
+    ):
         job = ShardJob(driver, GENERATES, 0, {}, 0, shards_of(driver), StageHandle(GENERATES.name))
         generation.open([job.request(0)])
         fleet.time.sleep(300.0)  # it is complete, and the replica has reported it
@@ -82,7 +85,7 @@ def test_a_worker_goes_on_after_a_stage_that_ended_before_its_journal() -> None:
     with fleet.alone() as driver:
         machine = Machine(fleet.cluster, driver.config)
         worker = machine.join()
-        with GenerationRunner(worker, 0, GENERATES.name) as generation:
+        with GenerationRunner[GenerateConfig, GenerateSummary](worker, 0, GENERATES.name) as generation:
             attempt = worker.store.begin_attempt(0, GENERATES.name)
             job = ShardJob(worker, GENERATES, 0, {}, attempt, shards_of(worker), StageHandle(GENERATES.name))
             generation.open([job.request(0)])
@@ -105,7 +108,7 @@ def test_a_worker_waits_for_a_driver_without_asking_the_store_at_every_moment() 
         asked = fleet.cluster.bucket.requests.total() - before
         fleet.time.kill(group)
         fleet.time.sleep(1.0)
-    assert asked < 100 / rollout_worker.LOOK_S + 200, "one at each look, and those of beats"
+    assert asked < 100 / LOOK_S + 200, "one at each look, and those of beats"
 
 
 @pytest.mark.parametrize(("temperature", "kept"), [(1.0, True), (0.5, False)])
@@ -114,7 +117,7 @@ def test_a_worker_continues_from_no_journal_of_another_config(temperature: float
     work = Work(replicas=1, prompts=16, n=2, journal_s=5.0)
     fleet = Fleet(work, workers=0)
     with fleet.alone() as driver:
-        with GenerationRunner(driver, 0, GENERATES.name) as generation:
+        with GenerationRunner[GenerateConfig, GenerateSummary](driver, 0, GENERATES.name) as generation:
             job = ShardJob(driver, GENERATES, 0, {}, 0, shards_of(driver), StageHandle(GENERATES.name))
             generation.open([job.request(0)])
             fleet.time.sleep(6.0)
