@@ -281,6 +281,8 @@ class RunLog:
             self._check_term()
             if stored.worker is None and self.worker is None:
                 raise Corrupt(f"log record {stored.slot} is of term {self.term}, but this driver did not write it")
+            self._catch_up()  # rather than trying one taken slot after the other
+            self._check_term()
             if any(map(self._state.is_late, mine.commits)):
                 return False
             self._doubtful = self._next_record(mine.commits, mine.term)

@@ -314,8 +314,8 @@ def test_a_fork_continues_a_stored_trajectory_from_a_turn(environment: str, star
     if environment == "Savings":
         effects = [entry["key"] for entry in environments.entries(books, "effects")]
         assert len(effects) == len(set(effects)), "an effect was made twice"
-        again = {entry["key"].split("/")[0] for entry in environments.entries(books, "calls")}
-        assert again == {uuid, RunStore.at(f"{store}/saver").log.record(0).uuid}, "the same turns have the same keys"
+        runs_asked = {entry["key"].split("/")[0] for entry in environments.entries(books, "calls")}
+        assert runs_asked == {uuid, RunStore.at(f"{store}/saver").log.record(0).uuid}, "the same turns have the same keys"
 
 
 LEDGER = "tests.environments:Savings"
