@@ -108,7 +108,7 @@ class ServedTeacher(InferenceEngine):
         found = self._servers.top_tokens(texts, [len(prompt) for prompt in prompts], plan.top_k)
         columns: dict[str, list[np.ndarray]] = {"log_probs": [one.log_probs for one in found]}
         if plan.top_k:
-            tails = [tail_of(one, self._vocabulary) for one in found]
+            tails = [tail_of(one, text, self._vocabulary) for one, text in zip(found, responses, strict=True)]
             columns |= {
                 "topk_ids": [one.ids.ravel() for one in found],
                 "topk_log_probs": [one.top_log_probs.ravel() for one in found],

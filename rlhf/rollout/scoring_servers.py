@@ -91,7 +91,7 @@ class ScoringServers:
         self._servers.close()
 
 
-def tail_of(found: TopTokens, vocabulary: int) -> Float32:
+def tail_of(found: TopTokens, text: Sequence[int], vocabulary: int) -> Float32:
     """Computes the log of the probability of all but the most likely tokens.
 
     A server gives no more than log-probs in float32, so a rest below their rounding is not known: it counts as the
@@ -99,6 +99,7 @@ def tail_of(found: TopTokens, vocabulary: int) -> Float32:
 
     Args:
         found: the most likely tokens, of which there are some.
+        text: the tokens of the text at the same places.
         vocabulary: number of tokens that there are.
 
     Returns:
@@ -108,6 +109,8 @@ def tail_of(found: TopTokens, vocabulary: int) -> Float32:
     rest = np.maximum(1 - top.sum(-1), ROUNDING)
     others = vocabulary - top.shape[1]
     rest = np.minimum(rest, others * top[:, -1])  # none of the others is more likely than the last of these
+    is_other = (found.ids != np.asarray(text)[:, None]).all(-1)
+    rest = np.maximum(rest, np.where(is_other, np.exp(found.log_probs.astype(np.float64)), 0.0))
     with np.errstate(divide="ignore"):
         logs: Float32 = np.maximum(np.log(rest), NO_MASS).astype(np.float32)
     return logs

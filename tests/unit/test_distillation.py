@@ -140,7 +140,7 @@ def test_the_rest_of_a_served_teacher_is_that_of_a_teacher_here(scale: float, k:
     drawn = torch.arange(30)
     own, _, top, tail = log_probs_of_top(teacher * 1.0, drawn, ids := teacher.topk(k).indices, 1.0, entropy=False)
     assert top is not None and tail is not None
-    found = tail_of(TopTokens(own.numpy(), ids.int().numpy(), top.numpy()), 40)
+    found = tail_of(TopTokens(own.numpy(), ids.int().numpy(), top.numpy()), drawn.tolist(), 40)
     known = tail > np.log(ROUNDING)
     np.testing.assert_allclose(np.exp(found), tail.exp().numpy(), atol=2 * ROUNDING)
     np.testing.assert_allclose(found[known], tail[known].numpy(), atol=1.0)
