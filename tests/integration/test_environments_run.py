@@ -315,7 +315,7 @@ def test_a_fork_continues_a_stored_trajectory_from_a_turn(environment: str, star
         effects = [entry["key"] for entry in environments.entries(books, "effects")]
         assert len(effects) == len(set(effects)), "an effect was made twice"
         runs_asked = {entry["key"].split("/")[0] for entry in environments.entries(books, "calls")}
-        assert runs_asked == {uuid, RunStore.at(f"{store}/saver").log.record(0).uuid}, "the same turns have the same keys"
+        assert runs_asked == {uuid, RunStore.at(f"{store}/saver").log.record(0).uuid}, "the same keys"
 
 
 LEDGER = "tests.environments:Savings"
