@@ -205,7 +205,7 @@ def test_shards_of_one_call_have_the_rows_that_each_has_alone(tmp_path: Path, mo
             "response_ids": [[7 + length] * length for length in lengths],
         }
         read = store.write_shard(0, "generate", 0, shard, TrajectoryBatch.of(rows).table)
-        inputs = (((read,), ("prompt_ids", "response_ids")),)
+        inputs = (((read,), OLD_LOG_PROBS.reads["generate"]),)
         of_stage = OldLogProbsConfig.of(config)
         this = Call(1, "old_log_probs", 0, of_stage, inputs, shard=shard, role="actor", weights=BEFORE)
         requests.append(RowsCall(this, old_log_probs, OLD_LOG_PROBS.writes))
