@@ -115,6 +115,10 @@ class TrajectoryBatch:
     def with_column(self, name: str, column: pa.Array) -> TrajectoryBatch:
         return TrajectoryBatch(self.table.append_column(name, column))
 
+    def has_values(self, name: str) -> bool:
+        """True if there is such a column, and any row has a value there."""
+        return name in self and bool(self.table[name].null_count < len(self))
+
     def without(self, *names: str) -> TrajectoryBatch:
         """Returns the batch without some columns."""
         return TrajectoryBatch(self.table.drop_columns(list(names)))

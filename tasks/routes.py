@@ -8,12 +8,13 @@ from ratchet.rlhf.schema import ROUTES
 
 
 def with_routes(batch: TrajectoryBatch, router_replay: bool) -> TrajectoryBatch:
-    """Returns a batch with the column of routes if the model follows them, and otherwise without.
+    """Returns a batch with the column of routes if the model follows them, and otherwise without any.
 
     Raises UserError if a trajectory has no routes. An expert's answer has an empty list: the model chooses.
     """
     if not router_replay:
-        return batch.without(ROUTES)
+        # else the same batch, which is computed together with those of other shards
+        return batch.without(ROUTES) if batch.has_values(ROUTES) else batch
     missing = batch.array(ROUTES).is_null().to_pylist()
     if any(missing):
         raise UserError(

@@ -264,8 +264,7 @@ class ModelEngine(InferenceEngine, ABC):
     # Computing.
 
     def infer_each(self, batches: Sequence[TrajectoryBatch], plan: InferencePlan) -> list[dict[str, pa.Array]]:
-        for batch in batches:
-            self._check_routes(batch)
+        batches = [self._with_routes(batch) for batch in batches]
         names = plan.outputs
         lengths = [batch.lengths("response_ids") for batch in batches]
         starts = [np.concatenate([[0], np.cumsum(of_batch)]) for of_batch in lengths]
@@ -300,7 +299,7 @@ class ModelEngine(InferenceEngine, ABC):
         assert not self.optimizer_buffers.in_use, "the optimizer state is not on the device"
         if not plan.mini_batches:
             return {}
-        self._check_routes(batch)
+        batch = self._with_routes(batch)
         sums: dict[str, float] = {}
         with self._routes_end():
             for rows in plan.mini_batches:
@@ -308,12 +307,14 @@ class ModelEngine(InferenceEngine, ABC):
                     sums[name] = sums.get(name, 0.0) + value
         return {name: value / len(plan.mini_batches) for name, value in sums.items()}
 
-    def _check_routes(self, batch: TrajectoryBatch) -> None:
-        """Raises UserError if a batch has routes that do not fit."""
-        if ROUTES in batch:
-            routers = self.module.routers
-            assert routers is not None, "only an engine that follows routes is given any"
-            check_routes(batch, routers.count, routers.experts)
+    def _with_routes(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        """Returns the batch without its column of routes if that is empty. Raises UserError if routes do not fit."""
+        if not batch.has_values(ROUTES):
+            return batch.without(ROUTES) if ROUTES in batch else batch
+        routers = self.module.routers
+        assert routers is not None, "only an engine that follows routes is given any"
+        check_routes(batch, routers.count, routers.experts)
+        return batch
 
     @contextmanager
     def _routes_end(self) -> Iterator[None]:
