@@ -7,6 +7,7 @@ them; the first to commit it wins.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Collection
 
@@ -52,8 +53,9 @@ class Leases:
         free = [shard for shard in left if shard not in holders or holders[shard] == me or holders[shard] not in alive]
         share = -(-len(free) // len(alive | {me}))
         chosen = tuple(free[: min(room, share)])
-        if not chosen and time.monotonic() - self._progress >= PATIENCE_S:
-            chosen, self._progress = tuple(left[:1]), time.monotonic()
+        if not chosen and left and time.monotonic() - self._progress >= PATIENCE_S:
+            # not all the same one
+            chosen, self._progress = (random.choice(left),), time.monotonic()
         if not chosen:
             return []
         try:
