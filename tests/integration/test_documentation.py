@@ -550,6 +550,8 @@ def serve_once(folder: str) -> None:
         "asked": json.dumps(question),
         "answer": json.dumps({"role": "assistant", "content": "2"}),
         **dict.fromkeys(("started", "seconds"), 0.0),
+        "routes": None,
+        "slots": None,
     }
     ServedLog(RunStore.at(Path(folder).absolute().as_uri()), "server").write(pa.Table.from_pylist([row], CALLS))
 
