@@ -98,7 +98,7 @@ kubernetes: build/kubernetes/installed ## today's Prefect worker for Kubernetes,
 
 TESTS ?= tests
 PYTEST = OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
-test: $(VENV)/installed ## the tests, without the slow ones: ten minutes on two idle cores
+test: $(VENV)/installed ## the tests, without the slow ones: about a quarter of an hour on two cores
 	$(PYTEST) -m "not slow" $(TESTS)
 
 # what depends most on torch, transformers, PEFT, DeepSpeed, Prefect and Ray
