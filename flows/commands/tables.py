@@ -21,7 +21,7 @@ from ratchet.flows.commands.options import run_argument
 from ratchet.flows.shown_metrics import STATUS, shown_in
 from ratchet.flows.terminal import visible
 from ratchet.infra.execution import heartbeat
-from ratchet.infra.execution.neighbours import Neighbours
+from ratchet.infra.execution.neighbours import workers
 from ratchet.infra.runs.query import LIMITS
 from ratchet.infra.runs.run import Run, own_answers
 from ratchet.infra.runs.sql import Statement, execute, isolated, reason
@@ -68,8 +68,8 @@ def status(console: Console, run: Run, last: int) -> None:
     else:
         _status(console, run, last)
     if not run.is_fit and run.config.rollout.workers:
-        workers = sorted(name for name in Neighbours(run.store.objects).alive() if name is not None)
-        console.print(f"{counted(len(workers), 'rollout worker')}: {', '.join(workers) or 'none'}", highlight=False)
+        names = workers(run.store.objects)
+        console.print(f"{counted(len(names), 'rollout worker')}: {', '.join(names) or 'none'}", highlight=False)
     beat = heartbeat.is_alive(run.store.objects, console.print)
     if beat is not None:
         console.print(f"driven by pid {beat.pid} on {beat.host}")

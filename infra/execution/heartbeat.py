@@ -33,17 +33,27 @@ LAST_LOOK_S = 15.0
 """The same for the last beat, which stays: without an answer, each list reads the run's log."""
 
 
-class Beat(Frozen):
-    """The stored heartbeat: the driver's term and process, a counter that grows with every beat, and how the run
-    stands."""
+class SignOfLife(Frozen):
+    """The stored sign of life of a process, with a counter that grows with every beat."""
 
-    term: int
     host: str
     boot: str
     pid: int
     born: float
     """See `clock.born`."""
     count: int
+
+
+def this_process(count: int) -> SignOfLife:
+    """Makes the sign of life of this process."""
+    process = psutil.Process()
+    return SignOfLife(host=socket.gethostname(), boot=boot_id(), pid=process.pid, born=born(process), count=count)
+
+
+class Beat(SignOfLife):
+    """The stored heartbeat: the driver's process and term, and how the run stands."""
+
+    term: int
     stopped: bool = False
     failure: str | None = None
     """The error that ended the driver, in one line; None while it drives, and if it finished or was asked to stop."""
@@ -144,14 +154,9 @@ class Heartbeat:
 
     def _beat(self, stopped: bool = False, failure: str | None = None) -> None:
         self._count += 1
-        process = psutil.Process()
         beat = Beat(
+            **this_process(self._count).model_dump(),
             term=self.term,
-            host=socket.gethostname(),
-            boot=boot_id(),
-            pid=process.pid,
-            born=born(process),
-            count=self._count,
             stopped=stopped,
             failure=failure,
             standing=self._standing,
@@ -207,17 +212,12 @@ _silent: dict[str, Beat] = {}
 """By run, a beat after which this process has watched in vain for another."""
 
 
-def lives_here(beat: Beat) -> bool | None:
+def lives_here(beat: SignOfLife) -> bool | None:
     """True if the process of a beat lives; None if it ran on another host, or on this host before its last boot."""
-    return is_process_alive(beat.host, beat.boot, beat.pid, beat.born)
-
-
-def is_process_alive(host: str, boot: str, pid: int, born: float) -> bool | None:
-    """True if a process lives; None if it ran on another host, or on this host before its last boot."""
-    if host != socket.gethostname() or boot != boot_id():
+    if beat.host != socket.gethostname() or beat.boot != boot_id():
         return None
     try:
-        return is_same(psutil.Process(pid), born)
+        return is_same(psutil.Process(beat.pid), beat.born)
     except psutil.NoSuchProcess:
         return False
 

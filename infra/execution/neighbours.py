@@ -14,32 +14,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import psutil
-
-from ratchet.infra.execution.heartbeat import INTERVAL_S, KEY, Beat, boot_id, is_process_alive
+from ratchet.infra.execution.heartbeat import INTERVAL_S, KEY, Beat, SignOfLife, lives_here, this_process
 from ratchet.infra.execution.stopping import Stopping
-from ratchet.infra.store.clock import born
 from ratchet.infra.store.log import Deleted, RunLog
 from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
-from ratchet.infra.store.records import Frozen
 from ratchet.rlhf.errors import RatchetError
 
 WORKERS = "log/workers/"
 SILENT_S = 4 * INTERVAL_S
 """Seconds without a new beat after which a process counts as dead."""
-
-
-class WorkerBeat(Frozen):
-    """The stored sign of life of a rollout worker: its process, and a counter that grows with every beat."""
-
-    host: str
-    boot: str
-    pid: int
-    born: float
-    """See `clock.born`."""
-    count: int
-    shards: int = 0
-    """Number of shards that it has committed."""
 
 
 class WorkerLife:
@@ -84,16 +67,7 @@ class WorkerLife:
                 self._beat(count)
 
     def _beat(self, count: int) -> None:
-        process = psutil.Process()
-        beat = WorkerBeat(
-            host=socket.gethostname(),
-            boot=boot_id(),
-            pid=process.pid,
-            born=born(process),
-            count=count,
-            shards=self.shards,
-        )
-        self._objects.put(self._key, beat.model_dump_json().encode())
+        self._objects.put(self._key, this_process(count).model_dump_json().encode())
 
 
 class Neighbours:
@@ -108,8 +82,8 @@ class Neighbours:
         self._looked = -float("inf")
 
     def alive(self) -> frozenset[str | None]:
-        """Returns the names of the live rollout workers, and None if the driver lives. Looks again after
-        `INTERVAL_S`."""
+        """Returns the names of the live rollout workers, and None if the driver lives. Looks again after `INTERVAL_S`,
+        and deletes the beats of the dead."""
         now = time.monotonic()
         if now - self._looked >= INTERVAL_S:
             beats = read_all(self._objects)
@@ -120,10 +94,8 @@ class Neighbours:
             self._looked = now
         return self._alive
 
-    def _is_alive(self, name: str | None, beat: Beat | WorkerBeat, now: float) -> bool:
-        if isinstance(beat, Beat) and beat.stopped:
-            return False
-        if is_process_alive(beat.host, beat.boot, beat.pid, beat.born) is False:
+    def _is_alive(self, name: str | None, beat: SignOfLife, now: float) -> bool:
+        if (isinstance(beat, Beat) and beat.stopped) or lives_here(beat) is False:
             return False
         count, since = self._seen.get(name, (-1, now))
         if beat.count != count:
@@ -132,9 +104,15 @@ class Neighbours:
         return now - since < SILENT_S
 
 
-def read_all(objects: ObjectStore) -> dict[str | None, Beat | WorkerBeat]:
+def workers(objects: ObjectStore) -> list[str]:
+    """Returns the names of the rollout workers that are not known to have ended, without a change to the store."""
+    beats = read_all(objects)
+    return sorted(name for name, beat in beats.items() if name is not None and lives_here(beat) is not False)
+
+
+def read_all(objects: ObjectStore) -> dict[str | None, SignOfLife]:
     """Reads the newest beats of the driver (None) and of the rollout workers, by name."""
-    beats: dict[str | None, Beat | WorkerBeat] = {}
+    beats: dict[str | None, SignOfLife] = {}
     for key in [KEY, *objects.list(WORKERS)]:
         data = objects.get_if_there(key)
         with suppress(ValueError):  # it may be half-written
@@ -143,5 +121,5 @@ def read_all(objects: ObjectStore) -> dict[str | None, Beat | WorkerBeat]:
             if key == KEY:
                 beats[None] = Beat.model_validate_json(data)
             else:
-                beats[key.removeprefix(WORKERS).removesuffix(".json")] = WorkerBeat.model_validate_json(data)
+                beats[key.removeprefix(WORKERS).removesuffix(".json")] = SignOfLife.model_validate_json(data)
     return beats
