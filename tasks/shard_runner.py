@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, Self
@@ -25,7 +25,6 @@ from ratchet.tasks.leases import Leases
 from ratchet.tasks.pipeline import stages_of
 from ratchet.tasks.restore import publish
 from ratchet.tasks.stage import RowsStage, Until
-from ratchet.tasks.stages.generate import GENERATE
 from ratchet.tasks.worker_calls import Handles, call_of, on_worker
 
 LOOK_S = 0.3
@@ -56,7 +55,7 @@ def run_rows(
         handle.expect(total)
         handle.show({number: shard.data for number, shard in done.items()})
     job = ShardJob(driver, stage, iteration, inputs, attempt, total, handle)
-    is_shared = stage is GENERATE and driver.config.rollout.workers
+    is_shared = stage.shared and driver.config.rollout.workers
     if is_shared:
         publish(driver, driver.state.starting["actor"])
         computed = shared(job, done)
@@ -143,6 +142,17 @@ class ShardJob(Generic[C, S]):
         self.driver.stopping.check()
         self.handle.check()
 
+    def report(self, done: Sized, generation: GenerationRunner[C, S]) -> None:
+        report(
+            StageProgress(
+                iteration=self.iteration,
+                stage=self.stage.name,
+                done=len(done),
+                total=self.total,
+                in_flight=generation.in_flight,
+            )
+        )
+
     def request(self, shard: int) -> RowsCall[C, S]:
         stage = self.stage
         call = call_of(self.driver, stage, self.iteration, self.inputs, shard=shard, attempt=self.attempt)
@@ -223,12 +233,7 @@ def _generated(
                 yield [job.commit(shard, rows, seconds) for shard, rows in complete.items()]
                 began = ended
             generation.journal()
-            in_flight = generation.in_flight
-            report(
-                StageProgress(
-                    iteration=job.iteration, stage=stage.name, done=len(done), total=job.total, in_flight=in_flight
-                )
-            )
+            job.report(done, generation)
 
 
 def shared(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[list[ShardCommit]]:
@@ -273,15 +278,7 @@ def shared(job: ShardJob[C, S], done: Mapping[int, ShardCommit]) -> Iterator[lis
                     _commit_if_first(driver, job.commit(shard, rows, seconds))
                 began, looked = ended, -float("inf")
             generation.journal()
-            report(
-                StageProgress(
-                    iteration=job.iteration,
-                    stage=stage.name,
-                    done=len(done),
-                    total=job.total,
-                    in_flight=generation.in_flight,
-                )
-            )
+            job.report(done, generation)
 
 
 def _commit_if_first(driver: Driver, shard: ShardCommit) -> None:

@@ -122,6 +122,8 @@ class RowsStage(_Stage[C], Generic[C, S]):
     """Draws prompts of a shard with the answers that they got before, given iteration, shard and config."""
     until: Until | None = None
     """Stop condition, for a stage whose number of shards is not known in advance."""
+    shared: bool = False
+    """True if rollout workers generate its shards, too, with `rollout.workers`."""
 
     def reads_shard_of(self, name: str) -> bool:
         return self.sharded and bool(self.reads[name])

@@ -489,4 +489,5 @@ GENERATE = RowsStage(
     ),
     outside=("dataset", "experts", "tokenizer", "environment"),
     role="rollout",
+    shared=True,
 )

@@ -110,7 +110,6 @@ class Fleet:
     def alone(self) -> Iterator[Driver]:
         """Yields the driver, without any worker."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shard_runner, "GENERATE", GENERATES)
             patch.setattr(rollout_worker, "GENERATE", GENERATES)
             patch.setattr(shard_runner, "publish", self._publish)
             with self.cluster.driver(rollout__workers=True, train__iterations=10_000) as driver:
