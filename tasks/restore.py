@@ -137,8 +137,9 @@ def _load_snapshot(driver: Driver, group: WorkerGroup, weights: Weights) -> bool
 
 def publish(driver: Driver, weights: Weights) -> None:
     """Writes the actor's weights to the store for rollout workers, unless they can load them already."""
-    driver.snapshots.settle(wait=True)  # it may have them
     store = driver.store
+    if driver.snapshots.being_written == weights.version:
+        driver.snapshots.settle(wait=True)
     if weights == driver.state.initial["actor"] or store.actor_weights(weights) is not None:
         return
     ensure_weights(driver, "actor", weights)
