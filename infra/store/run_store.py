@@ -538,16 +538,20 @@ def _shard_key(iteration: int, stage: str, tag: str, shard: int) -> str:
     return f"{_shard_folder(iteration, stage)}/{tag}-part-{shard:05d}.parquet"
 
 
+_TAGGED = re.compile(r"[/.](\d+)-(\d+)(-part-\d+)?\.parquet$")
+"""A data file, with its term and its attempt."""
+
+
 def term_of(key: str) -> int:
     """Returns the term in a file's name; the largest integer if there is none."""
-    tag = re.search(r"[/.](\d+)-\d+(-part-\d+)?\.parquet$", key)
+    tag = _TAGGED.search(key)
     # sorts after every real term, so a sweep never deletes a file that it cannot attribute
     return int(tag[1]) if tag is not None else sys.maxsize
 
 
 def _is_of_driver(key: str, term: int) -> bool:
     """True if the driver of a term wrote a file, and no rollout worker beside it."""
-    tag = re.search(r"[/.](\d+)-(\d+)(-part-\d+)?\.parquet$", key)
+    tag = _TAGGED.search(key)
     return tag is not None and int(tag[1]) == term and int(tag[2]) < WORKERS_FROM
 
 
