@@ -48,6 +48,8 @@ class Teachers(InferenceEngine):
 
     def _rows_of(self, batch: TrajectoryBatch) -> dict[str, np.ndarray]:
         """Returns the rows of a batch by teacher."""
+        if not len(batch):  # of a shard that selection has emptied: any teacher has the columns
+            return {next(iter(self._engines)): np.zeros(0, dtype=np.int64)}
         sources = batch.list("data_source")
         patterns = {source: self._config.pattern_of(source) for source in set(sources)}
         if missing := sorted(source for source, pattern in patterns.items() if pattern is None):

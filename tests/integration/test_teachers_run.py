@@ -96,10 +96,13 @@ def test_one_is_on_the_device_at_a_time_if_models_take_turns(folder: Path, tmp_p
     found = {}
     for turns in (False, True):
         engines = Engines(config_of(folder, tmp_path, models, actor__offload_when_idle=turns), {"teacher"})
-        found[turns] = engines.inference("teacher").infer_each([batch, batch.take([0])], plan)
+        found[turns] = engines.inference("teacher").infer_each([batch, batch.take([0]), batch.take([])], plan)
     for alone, together in zip(*found.values(), strict=True):
         assert all(alone[name].equals(together[name]) for name in OUTPUTS)
-    [whole, first] = found[True]
+    [whole, first, empty] = found[True]
+    assert {name: len(column) for name, column in empty.items()} == dict.fromkeys(OUTPUTS, 0), (
+        "selection can leave none"
+    )
     assert first["topk_ids"][0].as_py() == whole["topk_ids"][0].as_py()
     assert torch.is_grad_enabled()
 
