@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 
 from ratchet.infra.execution import neighbours
@@ -51,6 +52,10 @@ def until(child: Child, happens: Callable[[], bool], what: str) -> None:
         assert child.process.is_alive(), f"before {what}: {child.text}"
         assert time.monotonic() < deadline, f"not seen: {what}: {child.text}"
         time.sleep(0.05)
+
+
+def is_stopped(child: Child) -> bool:
+    return bool(psutil.Process(child.process.pid).status() == psutil.STATUS_STOPPED)
 
 
 def generated(config: RunConfig, iteration: int) -> int:
@@ -152,6 +157,22 @@ def test_a_worker_that_was_paused_commits_nothing_twice(workspace: Path, process
     )
     resumed = processes.train(config, setup=_soon_dead)
     assert resumed.wait() == 0, resumed.text
+    worker.signal(signal.SIGCONT)
+    assert worker.wait() == 0, worker.text
+    check_same(workspace, processes, config)
+
+
+def test_what_a_paused_worker_commits_is_late(workspace: Path, processes: Processes) -> None:
+    """The driver is the same: nothing else than the log's order keeps the shard from being committed twice."""
+    config = config_of(workspace, processes.folder / "runs")
+    at_work = Fault("put", "trajectories/generate/iteration=000000", "before", action=signal.SIGSTOP)
+    driver = processes.train(config, at_work, setup=_soon_dead)
+    until(driver, lambda: is_stopped(driver), "a pause of the driver")
+    worker = worker_of(processes, config, Fault("put", "trajectories/generate/iteration=000000", action=signal.SIGSTOP))
+    until(worker, lambda: is_stopped(worker), "a file of the worker, which no record names")
+    driver.signal(signal.SIGCONT)
+    assert driver.wait() == 0, driver.text
+    assert not by_workers(History.of(config))
     worker.signal(signal.SIGCONT)
     assert worker.wait() == 0, worker.text
     check_same(workspace, processes, config)
