@@ -37,6 +37,8 @@ CONTINUATIONS = pa.list_(
     )
 )
 """Type of a column of trajectories that play on from turns of others."""
+IMAGES = "images"
+"""The column of the images among the tokens."""
 ROUTES = "routed_experts"
 """The column of the experts that the rollout chose."""
 
@@ -311,6 +313,13 @@ TRAJECTORY = TrajectorySchema(
             "generate",
             "named parts of the reward that the agent returned; or sums of those of the environment's observations",
             null="there is neither a rollout.environment nor a rollout.agent",
+        ),
+        Column(
+            IMAGES,
+            pa.list_(pa.string()),
+            "generate",
+            "sha256 of each image among the tokens, in order; the run's folder has them as images/<sha256>",
+            null="there are none",
         ),
         Column(
             ROUTES,
