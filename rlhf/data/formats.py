@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from ratchet.rlhf.data.images import KEYS, MARK, ImageError, digest_of, image_bytes
@@ -195,6 +195,20 @@ def with_images(
         digests = [digest_of(data) for data in images[len(images) - len(values) :]]
         messages.append(cast(Message, {**message, "images": digests}) if digests else message)
     return messages, tuple(images)
+
+
+def image_values(row: Mapping[str, Any]) -> Iterator[object]:
+    """Yields what the columns and the messages of a row give for its images, in their order; see `image_bytes`."""
+    for name in IMAGES:
+        value = row.get(name)
+        yield from value if isinstance(value, list) else [value]
+    for column in PROMPTS:
+        messages = row.get(column)
+        for message in messages if isinstance(messages, list) else ():
+            parts = message.get("content") if isinstance(message, dict) else None
+            for part in parts if isinstance(parts, list) else ():
+                if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+                    yield _given(part)
 
 
 def without_images(drafts: Sequence[Draft], at: str) -> Messages:

@@ -32,6 +32,8 @@ FORMS = 'a path, a data: URL, or an object such as {"bytes": ...}, {"path": ...}
 """How data may give an image, for errors."""
 KEYS = ("bytes", "base64", "image", "image_url", "url", "path")
 """Keys of an object that gives an image, in order of precedence."""
+TEXTS = ("bytes", "base64")
+"""Those whose text is base64."""
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 """Keys of an object that ask for another size of its image."""
 
@@ -53,6 +55,23 @@ def image_bytes(value: object, folder: str, where: str) -> bytes:
     Raises:
         ImageError: there is no such image, it is on the web, or too large.
     """
+    found = _found(value, where)
+    data = found if isinstance(found, bytes) else _read(found, folder, where)
+    if len(data) > MAX_BYTES:
+        raise ImageError(f"{where} has more than the {MAX_BYTES:,} bytes that an image may have: make it smaller")
+    return data
+
+
+def is_named(value: object) -> bool:
+    """Returns True if an image is in a file of its own, as `image_bytes` reads it."""
+    try:
+        return isinstance(_found(value, ""), str)
+    except ImageError:
+        return False
+
+
+def _found(value: object, where: str) -> bytes | str:
+    """Returns the encoded bytes of an image, or its path or URL."""
     if isinstance(value, dict):
         key = next((name for name in KEYS if value.get(name)), None)
         if key is None:
@@ -60,23 +79,18 @@ def image_bytes(value: object, folder: str, where: str) -> bytes:
         if size := next((name for name in SIZES if value.get(name) is not None), None):
             raise ImageError(f"{where} has {size}, and images are resized by the model's processor alone: remove it")
         inner = value[key]
-        if key in ("bytes", "base64") and isinstance(inner, str):
-            return _small(_decoded(inner, where), where)
-        return image_bytes(inner, folder, where)
-    if isinstance(value, bytes) and value:
-        return _small(value, where)
-    if isinstance(value, str) and value:
-        if value[:5].lower() == "data:":
-            head, comma, text = value.partition(",")
-            if not comma or not head.lower().endswith(";base64"):
-                raise ImageError(f"{where} is a data: URL without base64: write data:image/png;base64,...")
-            return _small(_decoded(text, where), where)
-        return _small(_read(value, folder, where), where)
+        return _decoded(inner, where) if key in TEXTS and isinstance(inner, str) else _found(inner, where)
+    if isinstance(value, str) and value[:5].lower() == "data:":
+        head, comma, text = value.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise ImageError(f"{where} is a data: URL without base64: write data:image/png;base64,...")
+        return _decoded(text, where)
+    if isinstance(value, bytes | str) and value:
+        return value
     if (pil := sys.modules.get("PIL.Image")) is not None and isinstance(value, pil.Image):
-        return _small(_encoded(value), where)
-    raise ImageError(
-        f"{where} is {in_one_line(repr(value)):.40}: write {FORMS}" if value else f"{where} is empty: write {FORMS}"
-    )
+        return _encoded(value)
+    what = in_one_line(repr(value)) if value else "empty"
+    raise ImageError(f"{where} is {what:.40}: write {FORMS}")
 
 
 def check_image(data: bytes, where: str) -> None:
@@ -124,12 +138,6 @@ def _broken(where: str, error: Exception) -> ImageError:
     unknown = f"it is none of {', '.join(FORMATS)}"
     why = unknown if isinstance(error, UnidentifiedImageError) else in_one_line(error)
     return ImageError(f"{where} cannot be decoded ({why}): write the image again, or leave out the row")
-
-
-def _small(data: bytes, where: str) -> bytes:
-    if len(data) > MAX_BYTES:
-        raise ImageError(f"{where} has more than the {MAX_BYTES:,} bytes that an image may have: make it smaller")
-    return data
 
 
 def _decoded(text: str, where: str) -> bytes:

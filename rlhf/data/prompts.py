@@ -227,10 +227,10 @@ class PromptDataset:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of the digests of the files, in order."""
+        """The sha256 of the digests of the files, with the images that they name, in order."""
         digest = hashlib.sha256()
         for path in self.paths:
-            digest.update(bytes.fromhex(files.digest(path)))
+            digest.update(bytes.fromhex(files.data_digest(path)))
         return digest.hexdigest()
 
     def without_overlong(

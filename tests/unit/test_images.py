@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import subprocess
+import sys
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from PIL import Image
 from ratchet.infra.execution.preflight.prompts import check_prompts
 from ratchet.rlhf.config import DataConfig, ModelConfig, RewardConfig
 from ratchet.rlhf.data import images
+from ratchet.rlhf.data.files import data_digest, digest
 from ratchet.rlhf.data.formats import messages_of, question_of
 from ratchet.rlhf.data.images import check_image, digest_of
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset, first_with_images
@@ -362,3 +366,53 @@ def test_the_first_prompt_with_images(folder: Path) -> None:
     assert found.where == f"{folder}/rows.jsonl, line 2"
     prompts(folder, rows[0])
     assert first_with_images(PromptDataset([folder / "rows.jsonl"])) is None
+
+
+def test_the_digest_of_the_data_covers_the_images_that_it_names(folder: Path) -> None:
+    texts, named, inside = folder / "texts.jsonl", folder / "named.jsonl", folder / "inside.jsonl"
+    texts.write_text(json.dumps({"prompt": "Draw an image."}) + "\n")
+    named.write_text(json.dumps({"prompt": user({"type": "image", "path": "pictures/red.png"})}) + "\n")
+    inside.write_text(json.dumps({"prompt": "?", "images": [RED_URL]}) + "\n")
+    table = folder / "table.parquet"
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": "?", "images": [{"bytes": None, "path": "pictures/red.png"}]}]), table
+    )
+    before = {path: data_digest(str(path)) for path in (texts, named, inside, table)}
+    assert before[texts] == digest(str(texts)) and before[inside] == digest(str(inside))
+    (folder / "pictures" / "red.png").write_bytes(BLUE)
+    after = {path: data_digest(str(path)) for path in before}
+    assert {path for path in before if before[path] != after[path]} == {named, table}
+    assert PromptDataset([named]).digest != PromptDataset([inside]).digest
+    (folder / "pictures" / "red.png").unlink()
+    assert data_digest(str(named)) not in (before[named], after[named]), "the check of the prompts says what is missing"
+
+
+LAZY = """
+import sys, tracemalloc
+import pyarrow as pa
+from ratchet.rlhf.data import files
+
+files.HELD_BYTES, files.BATCH_BYTES = 2**22, 2**21
+tracemalloc.start()
+rows = files.open_rows(sys.argv[1])
+total = sum(len(row["images"][0]["bytes"]) for _, row in rows)
+for index in range(len(rows) - 1, -1, -77):
+    assert rows[index][1]["images"][0]["bytes"][:8] == f"{index:08d}".encode()
+print(total, pa.default_memory_pool().max_memory(), tracemalloc.get_traced_memory()[1])
+"""
+
+
+def test_the_images_of_a_table_are_not_held_in_memory(tmp_path: Path) -> None:
+    """Also if they are in one row group, as pandas writes them."""
+    path, size, count = tmp_path / "rows.parquet", 2**13, 12_000  # pyarrow writes pages of 1024 values
+    schema = pa.schema({"problem": pa.string(), "images": pa.list_(pa.struct({"bytes": pa.binary()}))})
+    rows = [
+        {"problem": f"<image> {number}?", "images": [{"bytes": f"{number:08d}".encode() + os.urandom(size - 8)}]}
+        for number in range(count)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema), path)
+    assert pq.ParquetFile(path).num_row_groups == 1
+    done = subprocess.run([sys.executable, "-c", LAZY, path], capture_output=True, text=True, check=True)
+    total, arrow, python = map(int, done.stdout.split())
+    assert total == count * size
+    assert arrow < total / 3 and python < total / 10
