@@ -43,6 +43,7 @@ from ratchet.rlhf.data.formats import (
     tools_column,
     truth_of,
 )
+from ratchet.rlhf.data.images import ImageError
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -107,6 +108,11 @@ def asked(chat: Chat, where: str) -> Prompt:
     """Returns a chat that is no row of a dataset as a prompt; `where` is its place, for errors."""
     messages, tools, images = chat
     return Prompt("", messages, None, False, "{}", tools=tools, where=where, images=images)
+
+
+def first_with_images(dataset: PromptDataset) -> Prompt | None:
+    """Returns the first prompt that has images; None if none has."""
+    return next((prompt for prompt in dataset if prompt.images), None)
 
 
 def structures(ground_truth: str | None, is_json: bool | None, extra_info: str | None) -> tuple[Any, Any]:
@@ -183,19 +189,35 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         """Reads a prompt. Raises UserError if its row is malformed; the message names it."""
+        return _prompt(*self._read(index))
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Reads the prompts in order, as `__getitem__` does."""
+        return (_prompt(*row) for row in self._rows())
+
+    def attempts(self) -> Iterator[Prompt | ImageError]:
+        """Reads the prompts in order; in place of one whose images cannot be used, what is wrong with them."""
+        for row in self._rows():
+            try:
+                yield _prompt(*row)
+            except ImageError as error:
+                yield error
+
+    def _read(self, index: int) -> tuple[Mapping[str, Any], str, str]:
+        """Reads the row of a prompt, with its location and the name of its path."""
         row = self.row(index)
         file = bisect_right(self._starts, row) - 1
         _, name, rows = self._files[file]
         where, values = rows[row - self._starts[file]]
-        return _prompt(values, where, name)
+        return values, where, name
 
-    def __iter__(self) -> Iterator[Prompt]:
-        """Reads the prompts in order, as `__getitem__` does."""
+    def _rows(self) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+        """Reads the rows of the prompts in order, as `_read` does."""
         if self._kept is not None:
-            yield from (self[index] for index in range(len(self)))
+            yield from map(self._read, range(len(self)))
             return
         for _, name, rows in self._files:
-            yield from (_prompt(values, where, name) for where, values in rows)
+            yield from ((values, where, name) for where, values in rows)
 
     def row(self, index: int) -> int:
         """Returns the number of a prompt's row in the files, which does not depend on the prompts that are left out."""
@@ -214,10 +236,10 @@ class PromptDataset:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of the digests of the files, in order."""
+        """The sha256 of the digests of the files, with the images that they name, in order."""
         digest = hashlib.sha256()
         for path in self.paths:
-            digest.update(bytes.fromhex(files.digest(path)))
+            digest.update(bytes.fromhex(files.data_digest(path)))
         return digest.hexdigest()
 
     def without_overlong(
