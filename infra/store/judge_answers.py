@@ -6,13 +6,12 @@ costs a question. A fork finds the answers of its ancestors.
 
 from __future__ import annotations
 
-import threading
-
 from pydantic import BaseModel
 
-from ratchet.infra.store.log import Corrupt, RunLog
+from ratchet.infra.store.lineage import Lineage
+from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.object_store import ObjectStore
-from ratchet.infra.store.records import Fork, sha256_of
+from ratchet.infra.store.records import sha256_of
 
 FOLDER = "answers/"
 
@@ -30,13 +29,11 @@ class JudgeAnswers:
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
-        self._lock = threading.Lock()
-        self._runs: list[ObjectStore] = []
-        """The run and its ancestors, newest first; empty until they are known."""
+        self._lineage = Lineage(objects)
 
     def get(self, digest: str) -> str | None:
         """Returns the answer to a question; None if neither this run nor an ancestor has one."""
-        found = (_read(run, digest) for run in self._lineage())
+        found = (_read(run, digest) for run in self._lineage)
         return next((answer for answer in found if answer is not None), None)
 
     def keep(self, digest: str, answer: str) -> str:
@@ -50,24 +47,6 @@ class JudgeAnswers:
         except FileNotFoundError as error:
             raise self._objects.nowhere(error) from error
         return answer
-
-    def _lineage(self) -> list[ObjectStore]:
-        with self._lock:
-            if not self._runs:
-                runs = [self._objects]
-                while (parent := _parent_of(runs[-1])) is not None:
-                    runs.append(parent)
-                self._runs = runs  # only once all are known: a store may fail on the way
-            return self._runs
-
-
-def _parent_of(run: ObjectStore) -> ObjectStore | None:
-    """Returns the run that a run was forked from; None if there is none, or its log cannot be read."""
-    try:
-        commits = RunLog(run).record(0).commits
-    except Corrupt:
-        return None
-    return next((run.of_run(commit.parent) for commit in commits if isinstance(commit, Fork)), None)
 
 
 def key_of(digest: str) -> str:
