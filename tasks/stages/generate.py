@@ -36,7 +36,7 @@ from ratchet.rlhf.environments.environment import EnvironmentFailed
 from ratchet.rlhf.environments.guarded_calls import check_continues
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Request, Sampling
-from ratchet.rlhf.schema import ROUTES, TRAJECTORY
+from ratchet.rlhf.schema import IMAGES, ROUTES, TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.curriculum import solve_rates
 from ratchet.tasks.experience_replay import draw_experience
@@ -403,6 +403,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "tool_error": trajectory.tool_error,
                 "environment_reward": _environment_reward(trajectory, prompts),
                 ROUTES: dialogue.routed_experts if prompts.router_replay else None,
+                IMAGES: None,
                 "turn_seconds": dialogue.turn_seconds[: len(dialogue.turn_ends)] if talks else None,
                 "branch": None if prompts.agent is None else branch,
                 "calls": None if prompts.agent is None else [asdict(call) for call in dialogue.calls],
