@@ -284,7 +284,7 @@ async def _judged(pairs: Sequence[Mapping[str, Any]], asked: JudgeConfig, object
     preferred: dict[str, Preferred] = {}
 
     async def ask(pair: Mapping[str, Any]) -> None:
-        messages, tools = _chat(pair)
+        messages, tools, _ = _chat(pair)
         first, second = (
             Trajectory(
                 data_source=pair["data_source"],

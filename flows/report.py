@@ -28,7 +28,7 @@ from ratchet.flows.ui.documents import (
 )
 from ratchet.flows.ui.page import report_page
 from ratchet.infra.progress import note
-from ratchet.infra.runs.pictures import media_type, picture, shown_size, thumbnail
+from ratchet.infra.runs.pictures import picture, shown, shown_size
 from ratchet.infra.runs.query import names
 from ratchet.infra.runs.run import OnDamage, Run
 from ratchet.infra.store.images import Images
@@ -96,14 +96,14 @@ class EmbeddedImages:
     def _embedded(self, images: Images, digest: str) -> ImageView:
         try:
             data = images.get(digest)
-            seen, small = picture(data), thumbnail(data, IMAGE_SIDE)
+            seen, small = picture(data), shown(data, IMAGE_SIDE)
         except UserError as error:
             return image_view(digest, str(error))
-        if self._bytes + len(small) > IMAGE_BYTES:
+        if self._bytes + len(small.data) > IMAGE_BYTES:
             self._left_out.add(digest)
         else:
-            self._bytes += len(small)
-            self.urls[digest] = f"data:{media_type(small)};base64,{base64.b64encode(small).decode()}"
+            self._bytes += len(small.data)
+            self.urls[digest] = f"data:{small.media_type};base64,{base64.b64encode(small.data).decode()}"
         return image_view(digest, seen)
 
 

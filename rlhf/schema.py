@@ -37,10 +37,10 @@ CONTINUATIONS = pa.list_(
     )
 )
 """Type of a column of trajectories that play on from turns of others."""
+IMAGES = "images"
+"""The column of the images among the tokens."""
 ROUTES = "routed_experts"
 """The column of the experts that the rollout chose."""
-IMAGES = "images"
-"""The column of the digests of images."""
 
 
 def parts_of(cell: Sequence[Mapping[str, object]] | None) -> dict[str, float]:
@@ -315,6 +315,13 @@ TRAJECTORY = TrajectorySchema(
             null="there is neither a rollout.environment nor a rollout.agent",
         ),
         Column(
+            IMAGES,
+            pa.list_(pa.string()),
+            "generate",
+            "sha256 of each image among the tokens, in order; the run's folder has them as images/<sha256>",
+            null="there are none",
+        ),
+        Column(
             ROUTES,
             pa.large_list(pa.int16()),
             "generate",
@@ -323,14 +330,6 @@ TRAJECTORY = TrajectorySchema(
             "as for an expert's answer",
             "index of the expert",
             null="rollout.router_replay is false",
-        ),
-        Column(
-            IMAGES,
-            pa.list_(pa.string()),
-            "generate",
-            "sha256 of each image, in the order in which their tokens appear in prompt_ids and response_ids; the run's "
-            "folder images/ has them under these names",
-            null="the trajectory has no image",
         ),
         Column("seed", pa.int64(), "generate", "seed of the run, from which sampling derives"),
         Column("model_score", pa.float32(), "reward_model", "score of the reward model; mean of a process reward"),

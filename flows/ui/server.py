@@ -41,7 +41,7 @@ from ratchet.flows.ui.documents import (
 from ratchet.flows.ui.page import STATIC, live_page, live_policy
 from ratchet.infra.execution.claims import run_url
 from ratchet.infra.runs.listing import RunSummary, is_driven, runs_of
-from ratchet.infra.runs.pictures import Picture, described, media_type, thumbnail
+from ratchet.infra.runs.pictures import Picture, described, shown
 from ratchet.infra.runs.query import tables_of
 from ratchet.infra.runs.run import Run, open_run, run_names
 from ratchet.infra.runs.sql import Tables
@@ -217,12 +217,11 @@ class Pages:
         return await self._with_child(request, single)
 
     def image(self, request: Request) -> Response:
-        """Answers with the bytes of an image of a run, or with a smaller copy."""
+        """Answers with the bytes of an image of a run, or of a smaller copy."""
         images = self._open(request.query_params.get("run", "")).images
-        data = images.get(request.path_params["digest"])
-        if request.query_params.get("size") == "thumbnail":
-            data = thumbnail(data, THUMBNAIL_SIDE)
-        return Response(data, media_type=media_type(data), headers=IMAGE_HEADERS)
+        side = THUMBNAIL_SIDE if request.query_params.get("size") == "thumbnail" else None
+        image = shown(images.get(request.path_params["digest"]), side)
+        return Response(image.data, media_type=image.media_type, headers=IMAGE_HEADERS)
 
     async def _with_child(self, request: Request, answer: Callable[[SQLProcess], Response]) -> Response:
         """Answers with a process that runs statements, which ends if the client leaves. Raises `Busy`."""

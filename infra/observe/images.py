@@ -11,11 +11,9 @@ from typing import Any
 
 from PIL import Image
 
-from ratchet.infra.runs.pictures import picture
+from ratchet.rlhf.data.images import MARK, check_image
 from ratchet.rlhf.errors import UserError
 
-MARK = "<image>"
-"""What stands for an image in the content of a message."""
 KINDS = ("image", "image_url", "input_image")
 """The types of content parts that are images."""
 DATA_URL = "data:image/"
@@ -101,8 +99,5 @@ def _bytes(image: object, where: str) -> bytes:
     if not isinstance(image, bytes | bytearray | memoryview):
         raise UserError(f"{where}: images: {type(image).__name__} is no image: give its bytes, or an image of Pillow")
     data = bytes(image)
-    try:
-        picture(data)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+    check_image(data, f"{where}: an image")
     return data

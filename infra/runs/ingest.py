@@ -214,7 +214,9 @@ def _of_chat(
             f"{where}: chats are rows of messages or conversations that end with an answer, or of prompt and "
             f"response; there are {in_one_line(', '.join(row))}"
         )
-    (prompt, tools), response = example
+    (prompt, tools, images), response = example
+    if images:
+        raise UserError(f"{where} has images, which ingest cannot keep: leave out such rows")
     if not all(map(_is_plain, prompt)):
         left_out[CALLS] += 1
         return

@@ -11,10 +11,11 @@ from PIL import Image, ImageOps
 
 from ratchet.infra.store.images import Images
 from ratchet.infra.store.records import sha256_of
+from ratchet.rlhf.data.images import FORMATS, MAX_PIXELS
 from ratchet.rlhf.errors import UserError, in_one_line
 
-MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
-"""The kinds of images that are shown, by Pillow's names. Others, such as SVG, may hold programs."""
+MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+"""The kinds of images that browsers are given as they are, by Pillow's names."""
 SHORT = 8
 """Digits of a digest that people see."""
 
@@ -25,7 +26,7 @@ class Picture:
 
     digest: str
     kind: str
-    """A key of `MEDIA_TYPES`."""
+    """Its format, by Pillow's name."""
     width: int
     height: int
     size: int
@@ -35,40 +36,52 @@ class Picture:
         return f"{self.width}×{self.height} {self.kind}, {shown_size(self.size)}, {self.digest[:SHORT]}"
 
 
+@dataclass(frozen=True)
+class Shown:
+    """An image for a browser. Its kind is one of `MEDIA_TYPES`: others, such as SVG, may hold programs."""
+
+    data: bytes
+    media_type: str
+
+
 def picture(data: bytes) -> Picture:
     """Describes an image; its bytes decide what it is, and its pixels are not read.
 
     Raises:
-        UserError: the bytes are no image of `MEDIA_TYPES`.
+        UserError: the bytes are no image of `FORMATS`.
     """
     with _opened(data) as image:
         return Picture(sha256_of(data), str(image.format), *image.size, len(data))
 
 
-def media_type(data: bytes) -> str:
-    """Returns the media type of an image. Raises `UserError` if it is none of `MEDIA_TYPES`."""
-    return MEDIA_TYPES[picture(data).kind]
+def shown(data: bytes, side: int | None = None) -> Shown:
+    """Returns an image as a browser shows it: as it is, or a copy as PNG or JPEG if its kind is none of `MEDIA_TYPES`.
 
+    Args:
+        side: the longest side of a copy, in pixels, of the first frame; an image that is small already stays as it is.
+            None: of any size.
 
-def thumbnail(data: bytes, side: int) -> bytes:
-    """Returns an image without frames after the first, as PNG or JPEG, no side of which is longer than `side` pixels.
-
-    The image itself is returned if it is small already. Raises `UserError` if the bytes are no image of `MEDIA_TYPES`,
-    or Pillow cannot read its pixels.
+    Raises:
+        UserError: the bytes are no image of `FORMATS`, or a copy is needed and Pillow cannot read the pixels.
     """
     with _opened(data) as image:
-        if max(image.size) <= side and len(data) <= 4 * side * side:
-            return data
-        image.draft("RGB", (side, side))  # a JPEG is decoded at a fraction of its size
-        small = ImageOps.exif_transpose(image)
-        small.thumbnail((side, side))
-        is_opaque = small.mode in ("L", "RGB", "CMYK", "YCbCr")
+        media_type = MEDIA_TYPES.get(str(image.format))
+        is_small = side is None or (max(image.size) <= side and len(data) <= 4 * side * side)
+        if media_type is not None and is_small:
+            return Shown(data, media_type)
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"it has {image.width}×{image.height} pixels, more than {MAX_PIXELS:,}")
+        if side is not None:
+            image.draft("RGB", (side, side))  # a JPEG is decoded at a fraction of its size
+        copy = ImageOps.exif_transpose(image)
+        if side is not None:
+            copy.thumbnail((side, side))
         sink = io.BytesIO()
-        if is_opaque:
-            small.convert("RGB").save(sink, "JPEG", quality=80)
-        else:
-            small.convert("RGBA").save(sink, "PNG")
-        return sink.getvalue()
+        if copy.mode in ("L", "RGB", "CMYK", "YCbCr") and side is not None:
+            copy.convert("RGB").save(sink, "JPEG", quality=80)
+            return Shown(sink.getvalue(), MEDIA_TYPES["JPEG"])
+        copy.convert("RGBA").save(sink, "PNG")
+        return Shown(sink.getvalue(), MEDIA_TYPES["PNG"])
 
 
 def described(images: Images, digest: str) -> Picture | str:
@@ -91,11 +104,11 @@ def shown_size(size: int) -> str:
 def _opened(data: bytes) -> Iterator[Image.Image]:
     """Opens an image, and raises Pillow's errors about its bytes as `UserError`."""
     try:
-        with Image.open(io.BytesIO(data), formats=list(MEDIA_TYPES)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             yield image
     # Pillow's errors about damaged bytes are of many types
     except (OSError, SyntaxError, ValueError, EOFError, ArithmeticError, Image.DecompressionBombError) as error:
         raise UserError(
-            f"images/{sha256_of(data)} cannot be shown: it is no {', '.join(MEDIA_TYPES)} that Pillow reads "
+            f"images/{sha256_of(data)} cannot be shown: it is no {', '.join(FORMATS)} that Pillow reads "
             f"({in_one_line(error).partition(' <')[0]}); `open_run(RUN).image(DIGEST)` returns its bytes"
         ) from None

@@ -16,6 +16,7 @@ from ratchet.rlhf.schema import Column
 from ratchet.rlhf.stage_config import StageConfig
 
 if TYPE_CHECKING:
+    from ratchet.infra.store.images import Images
     from ratchet.rlhf.agents.agent_loop import Rules
     from ratchet.rlhf.environments.dialogues import Dialogue
     from ratchet.rlhf.train.engine import InferenceEngine, TrainEngine
@@ -240,6 +241,16 @@ class Context(Generic[C]):
     def follow_actor(self, share: float) -> None:
         """Moves the weights of the stage's role a share of the way to the actor's."""
         self.engines.follow_actor(self._role, share)
+
+    @property
+    def images(self) -> Images:
+        """The images of the run."""
+        assert self.resources.images is not None, "a worker has them"
+        return self.resources.images
+
+    def stored_images(self, digests: Sequence[str] | None) -> tuple[bytes, ...]:
+        """Reads the images that a row names."""
+        return tuple(map(self.images.get, digests or ()))
 
     @property
     def _role(self) -> str:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ratchet.infra.progress import note
+from ratchet.infra.store.images import Images
 from ratchet.rlhf import event_loop
 from ratchet.rlhf.agents.agent import load_agent
 from ratchet.rlhf.agents.gateway import Gateway
@@ -41,8 +42,10 @@ class RewardSettings:
 class Resources:
     """The resources of one worker, each loaded on first use and kept."""
 
-    def __init__(self, config: RunConfig, answers: AnswerStore | None = None) -> None:
+    def __init__(self, config: RunConfig, answers: AnswerStore | None = None, images: Images | None = None) -> None:
         self.config = config
+        self.images = images
+        """The images of the run; None: there is no run."""
         self._answers = answers
         self._datasets: dict[tuple[str, ...], PromptDataset] = {}
         self._experts: dict[tuple[str, ...], ExpertAnswers] = {}

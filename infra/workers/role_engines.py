@@ -14,6 +14,7 @@ from ratchet.rlhf.data.chat_turns import treat_special_tokens
 from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.models.loading import actor_skeleton, critic_skeleton, load_reward_model
 from ratchet.rlhf.models.tokenizers import load_tokenizer
+from ratchet.rlhf.models.vision import vision_of
 from ratchet.rlhf.rollout.rollout_team import RolloutTeam
 
 if TYPE_CHECKING:
@@ -33,11 +34,21 @@ class Engines:
     """The engines of one worker. With `offload_when_idle`, an engine is in host memory while another one computes."""
 
     def __init__(
-        self, config: RunConfig, roles: Iterable[str], new_weights_follow: Callable[[], bool] = lambda: False
+        self,
+        config: RunConfig,
+        roles: Iterable[str],
+        new_weights_follow: Callable[[], bool] = lambda: False,
+        image: Callable[[str], bytes] | None = None,
     ) -> None:
-        """Takes `new_weights_follow`, which returns True if the rollout gets weights before it generates again, so that
-        it need not keep its present ones."""
+        """Prepares the engines of some roles.
+
+        Args:
+            new_weights_follow: returns True if the rollout gets weights before it generates again, so that it need not
+                keep its present ones.
+            image: reads an image of the run by its digest; None: there is no run.
+        """
         self.config = config
+        self._image = image
         self.roles = frozenset(roles)
         self.new_weights_follow = new_weights_follow
         self.rollout_is_empty = False
@@ -98,7 +109,7 @@ class Engines:
             self._offload_others(owner)
             if self._rollout is None:
                 shared = self.model("actor").model if owner == "actor" else None
-                self._rollout = rollout_engine(self.config, shared, self.team)
+                self._rollout = rollout_engine(self.config, shared, self.team, self._image)
             if self._offloads(owner) and generates:
                 self._engines()[owner].place(model=True, optimizer=False)
             return self._rollout
@@ -247,4 +258,5 @@ class Engines:
             kernels=model.kernels,
             trainable=facts.learns,
             follows_routes=role == "actor" and config.rollout.router_replay,
+            vision=vision_of(model, self._image),
         )

@@ -18,6 +18,7 @@ from uuid import uuid4
 import numpy as np
 import pyarrow as pa
 
+from ratchet.infra.store.images import Images
 from ratchet.infra.store.judge_answers import JudgeAnswers
 from ratchet.infra.store.log import Corrupt, Fenced
 from ratchet.infra.store.records import ObjectRef, ShardRef, Weights
@@ -66,8 +67,9 @@ class Worker:
             determinism.enforce()
         self.config = config
         self.store = store
-        self.engines = Engines(config, config.roles if roles is None else roles, self._new_weights_follow)
-        self.resources = Resources(config, JudgeAnswers(store.objects))
+        images = Images(store.objects)
+        self.engines = Engines(config, config.roles if roles is None else roles, self._new_weights_follow, images.get)
+        self.resources = Resources(config, JudgeAnswers(store.objects), images)
         self.term = 0
         self._held = HeldWeights(self.engines)
         self._rollout_weights = RolloutWeights(config, self.engines, self.resources, self._held)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ratchet.rlhf.data.formats import check_media, tools_column, tools_of
+from ratchet.rlhf.data.formats import check_media, check_no_images, tools_column, tools_of
 from ratchet.rlhf.errors import UserError, in_one_line
 from ratchet.rlhf.rewards import reasoning_gym as reward
 from ratchet.rlhf.rewards.math import boxed
@@ -126,6 +126,7 @@ def _table(rows: Rows, split: str, convert: Any, data_source: str, ability: str,
     table = []
     for index, (where, row) in enumerate(rows):
         check_media(row, where)
+        check_no_images(row, where, "prompt files that are made here")
         fields = convert(where, row)
         question = fields["question"] if instruction is None else f"{fields['question']} {instruction}"
         table.append(

@@ -15,10 +15,10 @@ import json
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from ratchet.rlhf.data.formats import Messages
@@ -150,6 +150,12 @@ def _any_of(texts: Collection[str]) -> str:
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)"
 
 
+class ImageTokens(Protocol):
+    """Replaces the placeholders in a tokenized prompt by the tokens of its images, in order."""
+
+    def expanded(self, ids: Sequence[int], images: Sequence[bytes], where: str) -> list[int]: ...
+
+
 class TokenizerState:
     """State kept per tokenizer: its special tokens, their treatment, and the tokens around turns."""
 
@@ -161,6 +167,8 @@ class TokenizerState:
         """True if special tokens in contents are treated like the template's."""
         self.ends = frozenset[int]()
         """Further ends of a response; see `ratchet.rlhf.data.responses`."""
+        self.images: ImageTokens | None = None
+        """What takes the place of images in a tokenized prompt; None: the model reads text only."""
         self.around_turns: dict[str, frozenset[int]] = {}
         """The tokens around turns, by chat template."""
         self.rendered: defaultdict[str, set[str]] = defaultdict(set)

@@ -7,18 +7,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.data.chat_turns import token_ids
-from ratchet.rlhf.data.files import read
+from ratchet.rlhf.data.files import folder_of, read
 from ratchet.rlhf.data.formats import (
     THOUGHTS,
     Chat,
+    Draft,
     Messages,
     check_media,
-    messages_of,
+    check_no_images,
+    drafts_of,
     tools_of,
     unseen_columns,
+    with_images,
     with_system,
+    without_images,
 )
-from ratchet.rlhf.data.prompts import Prompt, beginning, end_of_turn, tokenize_prompt, with_response
+from ratchet.rlhf.data.prompts import asked, beginning, end_of_turn, tokenize_prompt, with_response
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -66,8 +70,7 @@ def supervised(
                 f"and {response}, or of messages or conversations; there are {in_one_line(', '.join(row))} "
                 "(set other names in prompt_column and response_column)"
             )
-        (messages, tools), answer = example
-        question = Prompt("", messages, None, ground_truth_is_json=False, extra_info="{}", tools=tools, where=where)
+        question, answer = asked(example[0], where), example[1]
         prompt_ids = tokenize_prompt(question, tokenizer, system_prompt=None)[1]
         response_ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], *end]
         if not prompt_ids:
@@ -100,16 +103,18 @@ def example_of(
     check_media(row, where)
     column = "completion" if row.get("completion") is not None and row.get(response) is None else response
     if row.get(prompt) is not None and row.get(column) is not None:
-        example = answered(row[column], where, column, row[prompt])
-        return _seen(example, row, where, but=(prompt, column))
+        drafts, answer = answered(row[column], where, column, row[prompt])
+        messages, images = with_images(drafts, row, where, folder_of(where))
+        return _seen(messages, answer, row, where, images, but=(prompt, column))
     conversation = "messages" if row.get("messages") is not None else "conversations"
     if row.get(conversation) is None:
         if row.get(prompt) is not None and column in row:
             raise UserError(f"{where}: {column} should be a text or a list of messages, and is null")
         return None
-    messages, answer = answered(row[conversation], where, conversation)
+    drafts, answer = answered(row[conversation], where, conversation)
+    messages, images = with_images(drafts, row, where, folder_of(where))
     messages = with_system(messages, row) if conversation == "conversations" else messages
-    return _seen((messages, answer), row, where)
+    return _seen(messages, answer, row, where, images)
 
 
 def drawn_tokens(
@@ -123,6 +128,8 @@ def drawn_tokens(
     """
     if row.get("response_ids") is None or row.get(response) is not None:
         return None
+    check_media(row, where)
+    check_no_images(row, where, "tokens that were drawn")
     drawn = DrawnTokens(*(row.get(name) for name in ("prompt_ids", "response_ids", "response_mask")))  # type: ignore[arg-type]  # checked below
     for name, numbers in zip(("prompt_ids", "response_ids", "response_mask"), drawn, strict=True):
         limit = 2 if name == "response_mask" else len(tokenizer)
@@ -175,7 +182,7 @@ def preferences(
     return batch, pairs - len(conversations) // 2
 
 
-def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[Messages, str]:
+def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[list[Draft], str]:
     """Splits an example into the messages before its response, and the response's text.
 
     Args:
@@ -187,52 +194,58 @@ def answered(value: Any, where: str, column: str, prompt: Any = None) -> tuple[M
         UserError: the value has another form.
     """
     if isinstance(value, str) and prompt is not None:
-        return messages_of(prompt, where), value
-    messages = messages_of(value, where, column)
-    if messages[-1]["role"] != "assistant" or (prompt is None and messages[0]["role"] == "assistant"):
+        return drafts_of(prompt, where), value
+    drafts = drafts_of(value, where, column)
+    first, last = drafts[0].message["role"], without_images(drafts[-1:], f"{where}: the answer in {column}")[0]
+    if last["role"] != "assistant" or (prompt is None and first == "assistant"):
         text = "" if column in ("messages", "conversations") else "be a text after a prompt, or "
         raise UserError(f"{where}: {column} should {text}end with a message of the assistant, after others")
-    if "tool_calls" in messages[-1]:
+    if "tool_calls" in last:
         raise UserError(
             f"{where}: {column} ends with a call of a tool, and only texts are learned: leave the row out, or write "
             "the call into the content, as the model should"
         )
-    if thoughts := next((key for key in THOUGHTS if messages[-1].get(key)), None):
+    if thoughts := next((key for key in THOUGHTS if last.get(key)), None):
         raise UserError(
             f"{where}: {column} ends with a message with {thoughts}, and only contents are learned: write it into the "
             "content, as the model should, or remove it"
         )
-    whole = messages[0]["role"] != "assistant"
-    before = messages[:-1] if whole else [*messages_of(prompt, where), *messages[:-1]]
-    return before, messages[-1]["content"]
+    before = drafts[:-1] if first != "assistant" else [*drafts_of(prompt, where), *drafts[:-1]]
+    return before, last["content"]
 
 
 def pair_of(row: Mapping[str, Any], where: str) -> Iterator[tuple[Chat, str]]:
     """Yields the two sides of a preference, the preferred first: the messages before a response with the tools, and its
     text."""
     check_media(row, where)
+    check_no_images(row, where, "pairs")
     for column in ("chosen", "rejected"):
         if column not in row:
             columns = in_one_line(", ".join(row))
             raise UserError(
                 f"{where} has no {column}: preferences are rows of prompt, chosen and rejected; there are {columns}"
             )
-        yield _seen(answered(row[column], where, column, row.get("prompt")), row, where)
+        drafts, answer = answered(row[column], where, column, row.get("prompt"))
+        yield _seen(without_images(drafts, f"{where}: the prompt of a pair"), answer, row, where)
 
 
 def _seen(
-    example: tuple[Messages, str], row: Mapping[str, Any], where: str, but: Sequence[str] = ()
+    messages: Messages,
+    response: str,
+    row: Mapping[str, Any],
+    where: str,
+    images: tuple[bytes, ...] = (),
+    but: Sequence[str] = (),
 ) -> tuple[Chat, str]:
     """Returns an example with the tools of its row.
 
     Raises UserError if the row has another column, not in `but`, that belongs to its prompt.
     """
-    if unseen := [name for name in unseen_columns(row, example[0]) if name not in but]:
+    if unseen := [name for name in unseen_columns(row, messages) if name not in but]:
         raise UserError(
             f"{where} has {unseen[0]}, which would be left out: write it into the messages, or remove the column"
         )
-    messages, response = example
-    return Chat(messages, tools_of(row, where)), response
+    return Chat(messages, tools_of(row, where), images), response
 
 
 def _tokens(

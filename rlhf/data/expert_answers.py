@@ -15,7 +15,7 @@ from ratchet.rlhf.data import files
 from ratchet.rlhf.data.examples import DrawnTokens, drawn_tokens, example_of
 from ratchet.rlhf.data.folders import data_files
 from ratchet.rlhf.data.formats import Chat, messages_of, tools_of
-from ratchet.rlhf.data.prompts import Prompt, PromptDataset, end_of_turn, tokenize_prompt
+from ratchet.rlhf.data.prompts import Prompt, PromptDataset, asked, end_of_turn, tokenize_prompt
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ class ExpertAnswers:
             where, row = self._row(number)
             drawn = drawn_tokens(row, where, tokenizer)
             if drawn is None:
-                (messages, tools), text = _example(row, where)
+                chat, text = _example(row, where)
                 ids = _answer_ids(text, tokenizer)
             else:
                 # null: an agent put calls of tools before its first answer
                 messages = messages_of(row["prompt"], where) if row.get("prompt") else []
-                tools, ids = tools_of(row, where), drawn.response_ids
-            question = Prompt("", messages, None, ground_truth_is_json=False, extra_info="{}", tools=tools, where=where)
+                chat, ids = Chat(messages, tools_of(row, where)), drawn.response_ids
+            question = asked(chat, where)
             if len(ids) > max_tokens:
                 too_long += 1
             elif drawn is not None and not _asks(question, drawn, tokenizer, system_prompt):
@@ -136,4 +136,5 @@ def _answer_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _key(prompt: Prompt, system_prompt: str | None) -> bytes:
-    return hashlib.sha256(json.dumps(prompt.chat(system_prompt), sort_keys=True).encode()).digest()
+    messages, tools, _ = prompt.chat(system_prompt)  # the messages have the digests of the images
+    return hashlib.sha256(json.dumps([messages, tools], sort_keys=True).encode()).digest()

@@ -90,6 +90,11 @@ def open_rows(url: str) -> RowReader:
     return _Held(url, _whole(url)) if begins == b"[" or is_one else _Lines(url)
 
 
+def folder_of(where: str) -> str:
+    """Returns the folder, or the URL of it, of the file in which a row is, by the row's location."""
+    return where.rpartition(", ")[0].rpartition("/")[0]
+
+
 def read(url: str) -> Iterator[Row]:
     """Reads the rows of a file or a local folder in order, with their locations (file, and row or line number)."""
     for file in data_files(url):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from ratchet.rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.data.images import KEYS, MARK, digest_of, image_bytes
+from ratchet.rlhf.errors import UserError, counted, in_one_line
 
 
 class Message(TypedDict):
@@ -15,7 +16,9 @@ class Message(TypedDict):
 
     role: str
     content: str
-    """Empty if the message only calls tools."""
+    """Empty if the message only calls tools. With `images`, each `<image>` stands for one; without, it is text."""
+    images: NotRequired[list[str]]
+    """The digest of each image, in order; see `images.digest_of`."""
     tool_calls: NotRequired[list[dict[str, Any]]]
     """Each {function: {name, arguments}}, or {name, arguments}, with the arguments as an object."""
     tool_call_id: NotRequired[str]
@@ -35,6 +38,16 @@ class Chat(NamedTuple):
     messages: Messages
     tools: Tools = ()
     """The functions that the model may call."""
+    images: tuple[bytes, ...] = ()
+    """The images of all messages, encoded, in order."""
+
+
+class Draft(NamedTuple):
+    """A message whose images have not been read."""
+
+    message: Message
+    images: tuple[object, ...] = ()
+    """What each image part of the content gives; None: an image of the row."""
 
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -43,8 +56,12 @@ PROMPTS = ("prompt", "messages", "conversations", "question", "problem")
 """Columns of a prompt, in order of precedence; `question` is GSM8K's, `problem` that of MATH and its like."""
 TRUTHS = ("ground_truth", "answer", "solution")
 """Columns of a ground truth outside `reward_model`, in order of precedence."""
-MEDIA = frozenset(("images", "image", "videos", "video", "audios", "audio"))
-"""Columns, and keys of messages, of what models cannot see."""
+IMAGES = ("images", "image")
+"""Columns of a row's images, in order of precedence."""
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of the parts of a content that are images."""
+MEDIA = frozenset(("videos", "video", "audios", "audio"))
+"""Columns, and keys of messages, of what no model sees or hears."""
 UNSEEN = frozenset(("functions", "documents", "tool_calls", "function_call", "reasoning_content", "system"))
 """Columns that others show to a model, and that are no part of a prompt here."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -71,15 +88,19 @@ class PromptRow(NamedTuple):
     """The columns that are neither the messages nor in verl's layout; `tools` is a list."""
     unseen: tuple[str, ...]
     """Those of them that may belong to the prompt, and are not shown to the model."""
+    images: tuple[bytes, ...]
+    """The images of the messages, encoded, in order."""
 
 
-def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
-    """Finds the prompt of a row; raises UserError if there is none, it is empty or malformed, or the row has media.
+def question_of(row: Mapping[str, Any], where: str, folder: str = "") -> PromptRow:
+    """Finds the prompt of a row; raises UserError if there is none, it is empty or malformed, the row has videos or
+    sounds, or an image cannot be read.
 
     Args:
         row: a row with `prompt`, and possibly `completion`; with `messages`; with ShareGPT's `conversations`; or with
             `question` or `problem`. A last message of the assistant in messages and conversations is the answer. Any of
-            them may have `tools`.
+            them may have `tools` and images (see `with_images`).
+        folder: folder of the file, where relative paths of images begin.
     """
     check_media(row, where)
     column = next((name for name in PROMPTS if row.get(name) is not None), None)
@@ -91,19 +112,23 @@ def question_of(row: Mapping[str, Any], where: str) -> PromptRow:
             "conversations, a question or a problem: rename the column, or write such rows with `ratchet data prompts "
             "OUT --source FILE --data-source NAME --prompt COLUMN --truth COLUMN`"
         )
-    messages, answer = messages_of(row[column], where, column), None
+    drafts, answer = drafts_of(row[column], where, column), None
     if column == "prompt":
         completion = row.get("completion")
         answer = completion if completion is None else _answer(messages_of(completion, where, "completion")[-1])
-    elif column in ("messages", "conversations") and messages[-1]["role"] == "assistant":
-        messages, answer = messages[:-1], _answer(messages[-1])
+    elif column in ("messages", "conversations") and drafts[-1].message["role"] == "assistant":
+        *drafts, last = drafts
+        answer = _answer(without_images([last], f"{where}: the answer in {column}")[0])
+    messages, images = with_images(drafts, row, where, folder)
     if column == "conversations":
         messages = with_system(messages, row)
     if not any(text_of(message).strip() for message in messages):
         raise UserError(f"{where}: the prompt is empty: give it at least one message with content")
-    others, tools = {name: value for name, value in row.items() if name not in (column, *LAYOUT)}, tools_of(row, where)
+    left = (column, *LAYOUT, *IMAGES)
+    others, tools = {name: value for name, value in row.items() if name not in left}, tools_of(row, where)
     others |= {"tools": list(tools)} if "tools" in row else {}
-    return PromptRow(messages, tools, isinstance(row[column], str), answer, others, unseen_columns(row, messages))
+    unseen = unseen_columns(row, messages)
+    return PromptRow(messages, tools, isinstance(row[column], str), answer, others, unseen, images)
 
 
 def _answer(message: Message) -> str | list[dict[str, Any]]:
@@ -111,15 +136,86 @@ def _answer(message: Message) -> str | list[dict[str, Any]]:
 
 
 def check_media(row: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for images, videos or audio in a row, or in a message of the place `where`."""
-    if MEDIA.isdisjoint(row):
-        return
+    """Raises UserError for videos or audio in a row, or in a message of the place `where`."""
+    if not MEDIA.isdisjoint(row):
+        _check_empty(row, where, MEDIA, "models see texts and images only")
+
+
+def check_no_images(row: Mapping[str, Any], where: str, what: str) -> None:
+    """Raises UserError for images in a row's columns, where there may be none: in `what`."""
+    if not row.keys().isdisjoint(IMAGES):
+        _check_empty(row, where, IMAGES, f"{what} have texts only")
+
+
+def _check_empty(row: Mapping[str, Any], where: str, names: Container[str], why: str) -> None:
     for name in row:
-        if name in MEDIA and _holds(row[name]):
+        if name in names and _holds(row[name]):
             raise UserError(
-                f"{where} has {name}, and models see text only: leave out such rows, or remove {name} if the texts do "
-                "without"
+                f"{where} has {name}, and {why}: leave out such rows, or remove {name} if the texts do without"
             )
+
+
+def with_images(
+    drafts: Sequence[Draft], row: Mapping[str, Any], where: str, folder: str
+) -> tuple[Messages, tuple[bytes, ...]]:
+    """Reads the images of messages: those that their parts give, and those in the row's columns `images` or `image`.
+
+    The row's images stand where parts without data or marks in texts are, as verl has them; if there is none of these,
+    before the text of the first message of the user, as TRL has them.
+
+    Returns:
+        The messages, and their images in order.
+
+    Raises:
+        UserError: the number of the row's images is another, or an image cannot be read.
+    """
+    column = _column_of_images(row, where)
+    if not column and not any(draft.images for draft in drafts):
+        return [draft.message for draft in drafts], ()
+    marked = [draft if draft.images or not column else _with_marks(draft) for draft in drafts]
+    places = sum(image is None for draft in marked for image in draft.images)
+    if column and not any(draft.images for draft in marked):
+        first = next((at for at, draft in enumerate(marked) if draft.message["role"] == "user"), None)
+        if first is None:
+            raise UserError(f"{where} has images, and no message of the user: write {MARK} where they belong")
+        message = cast(
+            Message, {**marked[first].message, "content": MARK * len(column) + marked[first].message["content"]}
+        )
+        marked[first] = Draft(message, (None,) * len(column))
+    elif places != len(column):
+        raise UserError(
+            f"{where} has {counted(len(column), 'image')} in its columns, and its messages have "
+            f"{counted(places, 'place')} for them ({MARK}, or an image part without data): give each place an image"
+        )
+    others, images, messages = iter(column), list[bytes](), Messages()
+    for message, values in marked:
+        for value in values:
+            given = next(others) if value is None else value
+            images.append(image_bytes(given, folder, f"{where}: image {len(images) + 1}"))
+        digests = [digest_of(data) for data in images[len(images) - len(values) :]]
+        messages.append(cast(Message, {**message, "images": digests}) if digests else message)
+    return messages, tuple(images)
+
+
+def without_images(drafts: Sequence[Draft], at: str) -> Messages:
+    """Returns the messages of drafts. Raises UserError if one has images; `at` says whose they are, for errors."""
+    if any(draft.images for draft in drafts):
+        raise UserError(f"{at} has an image, where only texts may be: leave out such rows, or the image")
+    return [draft.message for draft in drafts]
+
+
+def _column_of_images(row: Mapping[str, Any], where: str) -> list[object]:
+    """Returns the images in the columns of a row; none if they are empty."""
+    there = [name for name in IMAGES if _holds(row.get(name))]
+    if len(there) > 1:
+        raise UserError(f"{where} has {' and '.join(there)}: write all of its images into images")
+    value = row[there[0]] if there else []
+    return value if isinstance(value, list) else [value]
+
+
+def _with_marks(draft: Draft) -> Draft:
+    """Counts the marks that a text spells as places of the row's images."""
+    return Draft(draft.message, (None,) * draft.message["content"].count(MARK))
 
 
 def unseen_columns(row: Mapping[str, Any], messages: Messages) -> tuple[str, ...]:
@@ -153,6 +249,11 @@ def formulas_of(text: str) -> list[str]:
 
 
 def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
+    """Validates messages without images, as `drafts_of` does."""
+    return without_images(drafts_of(value, where, column), f"{where}: {column}")
+
+
+def drafts_of(value: Any, where: str, column: str = "prompt") -> list[Draft]:
     """Validates messages; plain text becomes a message of the user.
 
     Keys that are null are left out, except in arguments. The arguments of `tool_calls` may be JSON text, as in OpenAI's
@@ -162,12 +263,12 @@ def messages_of(value: Any, where: str, column: str = "prompt") -> Messages:
         value: messages {role, content}, ShareGPT's {from, value}, or text.
     """
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return [Draft({"role": "user", "content": value})]
     if not isinstance(value, list):
         raise UserError(f"{where}: {column} should be a list of messages {{role, content}}, and is {_shown(value)}")
     if not value:
         raise UserError(f"{where}: {column} is an empty list: give it at least one message {{role, content}}")
-    return [_message(message, f"{where}: {column}[{number}]") for number, message in enumerate(value)]
+    return [_draft(message, f"{where}: {column}[{number}]") for number, message in enumerate(value)]
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> Tools:
@@ -217,13 +318,16 @@ def with_system(messages: Messages, row: Mapping[str, Any]) -> Messages:
     return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
 
 
-def _message(value: Any, at: str) -> Message:
+def _draft(value: Any, at: str) -> Draft:
     """Validates a message; `at` is its place, for errors."""
     if not isinstance(value, dict):
         raise UserError(f"{at} should be a message {{role, content}}, and is {_shown(value)}")
     given = without_nulls(value, but="arguments")
     is_sharegpt = "from" in value and "role" not in given
     check_media(given, at)
+    for name in IMAGES:
+        if _holds(given.pop(name, None)):
+            raise UserError(f'{at} has {name}: write each as a part of its content, {{"type": "image", "image": ...}}')
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     role = given.get(role_key)
     if not isinstance(role, str):
@@ -237,12 +341,9 @@ def _message(value: Any, at: str) -> Message:
     calls, content = given.pop("tool_calls", None) or [], given.get("content")
     if not calls and given.get("function_call"):
         raise UserError(f"{at} has function_call, of an old API: write it as tool_calls, {CALLS}")
-    if isinstance(content, list) and (kinds := [part.get("type") for part in content if isinstance(part, dict)]):
-        if others := [kind for kind in kinds if kind != "text"]:
-            raise UserError(
-                f"{at} has content with {others[0]}, and models see text only: leave out such rows, or these parts"
-            )
-        content = "".join(str(part.get("text", "")) for part in content)
+    images: tuple[object, ...] = ()
+    if isinstance(content, list) and any(isinstance(part, dict) for part in content):
+        content, images = _joined(content, at)
     if calls and content is None:
         content = ""
     if content is None and role == "assistant":
@@ -257,7 +358,37 @@ def _message(value: Any, at: str) -> Message:
         if not isinstance(calls, list):
             raise UserError(f"{at}: tool_calls should be {CALLS}, and is {_shown(calls)}")
         message["tool_calls"] = [_call(call, at, number) for number, call in enumerate(calls)]
-    return cast(Message, message)
+    return Draft(cast(Message, message), images)
+
+
+def _joined(parts: Sequence[Any], at: str) -> tuple[str, tuple[object, ...]]:
+    """Joins the parts of a content to its text, with marks, and what each image part gives."""
+    texts, images = list[str](), list[object]()
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in IMAGE_PARTS:
+            texts.append(MARK)
+            images.append(_given(part))
+        elif isinstance(part, dict) and kind == "text":
+            texts.append(str(part.get("text", "")))
+        elif isinstance(part, dict):
+            raise UserError(
+                f"{at} has content with {kind}, and models see texts and images only: leave out such rows, or these "
+                "parts"
+            )
+    content = "".join(texts)
+    if images and content.count(MARK) != len(images):
+        raise UserError(f"{at} has images, and its text spells {MARK}, which stands for one: change the text")
+    return content, tuple(images)
+
+
+def _given(part: Mapping[str, Any]) -> object:
+    """Returns what an image part gives: an object for `image_bytes`; None if it has no data."""
+    source = part.get("source")  # of Anthropic
+    if isinstance(source, dict):
+        return {"base64": source.get("data"), "url": source.get("url")}
+    given = {name: value for name, value in part.items() if name not in ("type", "text") and _holds(value)}
+    return given if any(name in given for name in KEYS) else None
 
 
 def _call(call: Any, at: str, number: int) -> dict[str, Any]:

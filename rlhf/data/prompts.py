@@ -65,6 +65,8 @@ class Prompt:
     """File and row, for errors."""
     unseen: tuple[str, ...] = field(default=(), compare=False)
     """Columns of the row that may belong to the prompt, and are not shown to the model; see `formats.UNSEEN`."""
+    images: tuple[bytes, ...] = field(default=(), compare=False)  # the messages have their digests
+    """The images of all messages, encoded, in order."""
 
     @property
     def original(self) -> str | Messages:
@@ -78,8 +80,8 @@ class Prompt:
         return [{"role": "system", "content": system_prompt}, *self.messages]
 
     def chat(self, system_prompt: str | None) -> Chat:
-        """Returns the messages, after the system message if they have none, with the tools."""
-        return Chat(self.after(system_prompt), self.tools)
+        """Returns the messages, after the system message if they have none, with the tools and images."""
+        return Chat(self.after(system_prompt), self.tools, self.images)
 
     def size(self, system_prompt: str | None) -> int:
         """Returns the size of the messages' contents and the tools, in bytes."""
@@ -90,6 +92,12 @@ class Prompt:
     def is_plain(self) -> bool:
         """True if all messages have only a role and a content, and not calls of tools or the like, and no tools."""
         return not self.tools and all(len(message) <= 2 for message in self.messages)
+
+
+def asked(chat: Chat, where: str) -> Prompt:
+    """Returns a chat that is no row of a dataset as a prompt; `where` is its place, for errors."""
+    messages, tools, images = chat
+    return Prompt("", messages, None, False, "{}", tools=tools, where=where, images=images)
 
 
 def structures(ground_truth: str | None, is_json: bool | None, extra_info: str | None) -> tuple[Any, Any]:
@@ -329,7 +337,7 @@ def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, add_ge
     """Renders messages and tools as text. Without a chat template, the contents are joined."""
     from jinja2 import TemplateError
 
-    messages, tools = chat
+    messages, tools, _ = chat
     template = tokenizer.chat_template
     _check_keys(messages, tools, str(template or ""), where)
     if not template:
@@ -447,16 +455,19 @@ def with_response(
         The rendered conversation, and the position of the response in its text; None if the template changes the
         response.
     """
-    messages, tools = chat
+    messages = chat.messages
     conversation, placed = (
-        Chat([*messages, {"role": "assistant", "content": content}], tools) for content in (response, CONTENT)
+        chat._replace(messages=[*messages, {"role": "assistant", "content": content}])
+        for content in (response, CONTENT)
     )
     if not tokenizer.chat_template:
         end = tokenizer.eos_token or ""
 
         def joined(conversation: Chat) -> str:
-            messages, tools = conversation
-            return render(Chat(messages[:-1], tools), tokenizer, where) + messages[-1]["content"] + end
+            messages = conversation.messages
+            return (
+                render(conversation._replace(messages=messages[:-1]), tokenizer, where) + messages[-1]["content"] + end
+            )
 
         written = render_contents(joined, conversation, tokenizer)
         return written, len(written.text) - len(response + end)
@@ -471,7 +482,7 @@ def with_response(
 
 def _prompt(row: Mapping[str, Any], where: str, source: str) -> Prompt:
     """Converts a row to a prompt; `source` is the data source of a row that names none."""
-    question = question_of(row, where)
+    question = question_of(row, where, files.folder_of(where))
     truth = truth_of(row, question.answer, where)
     extra, style = row.get("extra_info"), (row.get("reward_model") or {}).get("style")
     extra, style = {} if extra is None else extra, None if style in ("rule", "model") else style
@@ -491,4 +502,5 @@ def _prompt(row: Mapping[str, Any], where: str, source: str) -> Prompt:
         is_text=question.is_text,
         where=where,
         unseen=question.unseen,
+        images=question.images,
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.config.engine_args import unknown
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.custom_code import needs_code
+from ratchet.rlhf.models.families import VISION
 from ratchet.rlhf.models.kernels import check_liger
 from ratchet.rlhf.models.model_folders import GENERATION_CONFIG, model_folder
 
@@ -44,6 +45,13 @@ def model_config(model: ModelConfig, key: str = "model", *, num_labels: int | No
     return config
 
 
+def policy_class(config: PreTrainedConfig) -> Any:
+    """Returns the Auto class of transformers that builds the policy: a language model, perhaps one that sees."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
+
+
 def text_config(model: ModelConfig) -> PreTrainedConfig:
     """Returns the config of a model's decoder."""
     text: PreTrainedConfig = model_config(model).get_text_config()
@@ -70,11 +78,11 @@ def longest_sequence(model: ModelConfig) -> int | None:
 
 def check_architecture(model: ModelConfig, key: str, *, is_critic: bool) -> None:
     """Raises UserError if transformers, or Liger if configured and installed, does not support the architecture."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    from transformers import AutoModelForTokenClassification
 
-    known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING if is_critic else MODEL_FOR_CAUSAL_LM_MAPPING
-    auto_class = "AutoModelForTokenClassification" if is_critic else "AutoModelForCausalLM"
     config = model_config(model, key)
+    auto = AutoModelForTokenClassification if is_critic else policy_class(config)
+    known, auto_class = auto._model_mapping, auto.__name__
     if is_critic:
         from ratchet.rlhf.models import scalar_heads
 
@@ -105,12 +113,11 @@ def attention_of(model: ModelConfig) -> tuple[str, str | None]:
     """Returns the attention kernel for a model, and the reason if it is not the configured one."""
     if model.attention != "sdpa":
         return model.attention, None
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     config = model_config(model)
+    known = policy_class(config)._model_mapping
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         return "eager", "it caps the logits of its attention, which sdpa leaves out"
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+    if type(config) in known and not known[type(config)]._supports_sdpa:
         return "eager", "transformers has no sdpa for it"
     return model.attention, None
 

@@ -9,7 +9,14 @@ import torch
 
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models import lora
-from ratchet.rlhf.models.hf_configs import attention_of, config_json, generation_config, model_config, without_noise
+from ratchet.rlhf.models.hf_configs import (
+    attention_of,
+    config_json,
+    generation_config,
+    model_config,
+    policy_class,
+    without_noise,
+)
 from ratchet.rlhf.models.model_folders import model_folder
 from ratchet.rlhf.models.skeleton import (
     Skeleton,
@@ -34,9 +41,8 @@ def actor_skeleton(model: ModelConfig, seed: int = 0, *, trainable: bool = True)
 
     Trainable weights are float32, others have `model.dtype`, the type of the computation.
     """
-    from transformers import AutoModelForCausalLM
-
-    skeleton, missing = _skeleton(AutoModelForCausalLM, model, dtype="float32" if trainable else model.dtype)
+    auto_class = policy_class(model_config(model))
+    skeleton, missing = _skeleton(auto_class, model, dtype="float32" if trainable else model.dtype)
     if missing:
         raise UserError(f"{model.path} lacks {missing[0]}: it is not a complete {type(skeleton.model).__name__}")
     return _adapted(skeleton, model, seed)

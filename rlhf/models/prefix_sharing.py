@@ -152,9 +152,16 @@ def adopt(model: PreTrainedModel) -> bool:
     alone = _hidden(model, whole)[:, 3:].flatten(0, 1)
     shared = SharedPrompts.of(np.array([3]), np.array([2, 2]), np.array([0, 0])).to(model.device)
     row, positions = torch.cat([prompt, responses.flatten()])[None], torch.tensor([[0, 1, 2, 3, 4, 3, 4]])
-    model.set_attn_implementation(NAME)
+    follow(model)
     together = _hidden(model, row, position_ids=positions.to(model.device), **inputs(shared))[0, 3:]
     return agree(together, alone)
+
+
+def follow(model: PreTrainedModel) -> None:
+    """Gives the decoder of a model the attention of `adopt`. A vision tower keeps its own."""
+    # by the name of the part, where a model has several
+    parts = [name for name in model.config.sub_configs if model.config.get_text_config() is getattr(model.config, name)]
+    model.set_attn_implementation(dict.fromkeys(parts, NAME) if parts else NAME)
 
 
 def agree(actual: Tensor, expected: Tensor) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
@@ -20,8 +19,14 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassifierOutput
+
+from ratchet.rlhf.models.hf_configs import policy_class
 
 
 class _Headed:
@@ -63,9 +68,10 @@ def register(config: PreTrainedConfig) -> bool:
         True if transformers has no token classifier of its own for this decoder, but there is one now.
     """
     kind = type(config)
-    is_language_model = kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_MAPPING
+    language_models = policy_class(config)._model_mapping
+    is_language_model = kind in language_models and kind in MODEL_MAPPING
     if is_language_model and not config.is_encoder_decoder:
-        language_model = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+        language_model = language_models[kind]
         # transformers overlooks a class for one of its own configs without exist_ok
         if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
             built = _classifier(config, language_model, TokenClassifier)
@@ -80,7 +86,13 @@ def register(config: PreTrainedConfig) -> bool:
 def _classifier(config: PreTrainedConfig, language_model: type[PreTrainedModel], generic: type) -> type:
     """Returns a class such as `Qwen3NextTokenClassifier`, from the base class of the family."""
     family = next(base for base in language_model.__mro__ if PreTrainedModel in base.__bases__)
-    name = f"{language_model.__name__.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}{generic.__name__}"
+    family_name = language_model.__name__
+    for ending in ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"):
+        family_name = family_name.removesuffix(ending)
+    name = f"{family_name}{generic.__name__}"
     # the prefix of the language model, so that its weights have the same names here
     members = {"config_class": type(config), "base_model_prefix": language_model.base_model_prefix}
+    renamed = get_checkpoint_conversion_mapping(language_model.__name__)
+    if renamed is not None:  # the files have other names than the modules, which transformers looks up by class
+        register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
     return type(name, (generic, family), members)

@@ -10,7 +10,7 @@ import torch
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.decoding import Decoding, cannot_cache
-from ratchet.rlhf.models.hf_configs import attention_of, model_config, without_noise
+from ratchet.rlhf.models.hf_configs import attention_of, model_config, policy_class, without_noise
 from ratchet.rlhf.models.prefix_sharing import agree
 from ratchet.rlhf.models.token_outputs import TokenOutputs
 from ratchet.rlhf.models.truncated import small_model
@@ -36,12 +36,10 @@ def small_decoder(model: ModelConfig, key: str = "model") -> PreTrainedModel | N
 
 
 def _without_weights(model: ModelConfig, key: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     config = model_config(model, key)
     without_noise(config)
     with torch.device("meta"):
-        whole: PreTrainedModel = AutoModelForCausalLM.from_config(
+        whole: PreTrainedModel = policy_class(config).from_config(
             config, attn_implementation=_plain_attention(model), trust_remote_code=model.trust_remote_code
         )
     return whole

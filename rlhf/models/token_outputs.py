@@ -6,11 +6,13 @@ if gradients are needed, they are recomputed in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +25,7 @@ from ratchet.rlhf.models.prefix_sharing import agree
 from ratchet.rlhf.models.router_loss import NAME as ROUTER_LOSS
 from ratchet.rlhf.models.router_loss import RouterLoss
 from ratchet.rlhf.models.routes import OWN, FollowsRoutes, Routers
+from ratchet.rlhf.models.segments import Segments
 from ratchet.rlhf.models.sequence_parallel import OwnTokens, Team
 from ratchet.rlhf.models.truncated import truncated
 
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
 
     from ratchet.rlhf.config.sections import Kernels
     from ratchet.rlhf.models.prefix_sharing import SharedPrompts
-    from ratchet.rlhf.models.segments import Segments
 
 Head = Literal["policy", "value", "reward"]
 LOGITS_BYTES = 2**29
@@ -118,13 +120,15 @@ class TokenOutputs(torch.nn.Module):
         """The routers of the model, which take given experts; None: they always choose."""
         self._check(packing)
         self.model = model
-        if is_adopted or team is not None:
+        if is_adopted:
+            prefix_sharing.follow(model)
+        elif team is not None:
             model.set_attn_implementation(tried.config._attn_implementation)
 
     def forward(
         self,
         input_ids: Int[Tensor, "sequences time"],
-        position_ids: Int[Tensor, "sequences time"] | None,
+        position_ids: Int[Tensor, "*axes sequences time"] | None,
         at: Int[Tensor, " tokens"],
         targets: Int[Tensor, " tokens"],
         temperature: float,
@@ -134,11 +138,12 @@ class TokenOutputs(torch.nn.Module):
         own: OwnTokens | None = None,
         top: Int[Tensor, "tokens k"] | int = 0,
         routes: Int[Tensor, "sequences time slots"] | None = None,
+        images: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, Tensor]:
         """Computes outputs at selected positions.
 
         Args:
-            position_ids: same shape; None: counted from the left.
+            position_ids: same shape, perhaps with a first dimension of axes; None: counted from the left.
             at: indices in the flattened `input_ids` of the positions that predict the targets, shape (tokens,).
             outputs: names of the outputs; `entropy` and `sum_pi_squared` are optional, and the latter has no gradient.
             shared: how the tokens of a row of several sequences attend to each other; None: each row is a sequence.
@@ -149,6 +154,7 @@ class TokenOutputs(torch.nn.Module):
             top: tokens of the vocabulary for each position; or a number, for the most likely ones; 0: none.
             routes: the experts of each token, layer by layer, which the routers also take if activations are
                 recomputed for the gradient; None: the routers choose.
+            images: further arguments of the model's forward, for the images among the tokens.
 
         Returns:
             Outputs by name, float32, shape (tokens,): `log_probs` and `entropy` in nats and `sum_pi_squared`, `values`,
@@ -164,7 +170,9 @@ class TokenOutputs(torch.nn.Module):
                 attend_to = prefix_sharing.inputs(shared)
                 if position_ids is None:  # some models would count them in the mask
                     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            attend_to |= images
             return self._of_tokens(input_ids, position_ids, at, targets, temperature, outputs, copies, top, **attend_to)
+        assert not images, "the config refuses them: no team splits a sequence with images"
         team = self.team
         before = input_ids.shape[1]
         input_ids, positions = team.padded(input_ids, position_ids)
@@ -320,7 +328,9 @@ class TokenOutputs(torch.nn.Module):
             raise UserError(f"{name} does not score a conversation by its last token: choose a decoder")
         if packing:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
-            twice = self._hidden(ids.repeat(1, 2), position_ids=positions.repeat(1, 2))
+            segments = Segments.of_sequences(np.full(2, ids.shape[1])).to(ids.device)
+            apart = prefix_sharing.inputs(segments) if self.takes_segments and self.team is None else {}
+            twice = self._hidden(ids.repeat(1, 2), position_ids=positions.repeat(1, 2), **apart)
             if not agree(twice[:, ids.shape[1] :], alone):
                 raise UserError(f"{name} does not tell packed sequences apart: leave packing out")
         if self.team is not None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ratchet.rlhf.data.chat_turns import state_of
 from ratchet.rlhf.data.prompts import beginning, end_of_turn
 from ratchet.rlhf.data.responses import set_response_ends
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.custom_code import needs_code
 from ratchet.rlhf.models.hf_configs import generation_config, text_config
+from ratchet.rlhf.models.image_processor import ImageProcessor, sees_images
 from ratchet.rlhf.models.model_folders import (
     OF_TOKENIZERS,
     TOKENIZER,
@@ -44,9 +47,18 @@ def load_tokenizer(model: ModelConfig, *, writes: bool = True) -> PreTrainedToke
         _set_template(tokenizer, model.chat_template)
     if model.chat_template_kwargs:
         _set_variables(tokenizer, model)
+    state_of(tokenizer).images = image_processor(model)
     if writes and (model_folder(model) / "generation_config.json").is_file():
         set_response_ends(tokenizer, _ends(generation_config(model), tokenizer))
     return tokenizer
+
+
+@cache
+def image_processor(model: ModelConfig) -> ImageProcessor | None:
+    """Returns the processor of a model's images, one per process; None if the model reads text only."""
+    if not sees_images(model):
+        return None
+    return ImageProcessor(model, _tokenizer(model, model_folder(model), runs_code=model.trust_remote_code))
 
 
 def reading_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.hf_configs import generation_config
 from ratchet.rlhf.models.model_folders import model_folder
 from ratchet.rlhf.models.tokenizers import eos_token_ids, load_tokenizer
+from ratchet.rlhf.models.vision import vision_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,10 +24,17 @@ if TYPE_CHECKING:
     from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
 
 
-def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: RolloutTeam) -> RolloutEngine:
+def rollout_engine(
+    config: RunConfig,
+    actor: PreTrainedModel | None,
+    team: RolloutTeam,
+    image: Callable[[str], bytes] | None = None,
+) -> RolloutEngine:
     """Builds the engine that `rollout.engine` names; `LentDevices` on ranks that do not lead their rollout team.
 
-    The engine `hf` uses the tensors of `actor`; with None it loads the model itself.
+    Args:
+        actor: the model whose tensors the engine `hf` uses; None: it loads the model itself.
+        image: reads an image of the run by its digest; None: there is no run.
     """
     from ratchet.rlhf.models.loading import load_actor
     from ratchet.rlhf.rollout.rollout_team import LentDevices
@@ -49,6 +58,7 @@ def rollout_engine(config: RunConfig, actor: PreTrainedModel | None, team: Rollo
         dtype=config.model.dtype,
         tokenizer=tokenizer,
         records_routes=config.rollout.router_replay,
+        vision=None if (vision := vision_of(config.model, image)) is None else vision(model),
     )
 
 

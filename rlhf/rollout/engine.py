@@ -28,6 +28,8 @@ class Request:
     """Number of tokens at the end of `prompt_ids` that were generated earlier; the response continues after them."""
     max_tokens: int | None = None
     """Limit on the new tokens of this request, in addition to `Sampling.max_tokens`; None: no further limit."""
+    images: tuple[bytes, ...] = ()
+    """The encoded images of the placeholders in `prompt_ids`, in order."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,16 +18,18 @@ from ratchet.rlhf.distributed.host_buffers import HostBuffers, release_memory
 from ratchet.rlhf.models import prefix_sharing
 from ratchet.rlhf.models.decoding import Decoder, Decoding, decoding_of
 from ratchet.rlhf.models.hub_layout import copy_weights
+from ratchet.rlhf.models.image_processor import joined
 from ratchet.rlhf.models.kernels import as_written
 from ratchet.rlhf.models.routes import OWN, Routers
 from ratchet.rlhf.rollout.engine import Chunk, Request, RolloutEngine, Sampling, Scored, limit_of
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ratchet.rlhf.config.sections import Dtype
+    from ratchet.rlhf.models.vision import Vision
 
 
 CHUNK_STEPS = 16
@@ -43,6 +45,19 @@ class _Row:
     chunks: asyncio.Queue[Chunk | BaseException]
     is_open: bool = True
     """True while a consumer still reads the chunks."""
+
+
+class _Prompt(NamedTuple):
+    """What a request reads. Requests that read the same share it."""
+
+    ids: tuple[int, ...]
+    images: tuple[bytes, ...]
+    drawn: int
+    """Number of tokens at the end that were not in the trajectory's prompt, and so name no image."""
+
+    @classmethod
+    def of(cls, request: Request) -> _Prompt:
+        return cls(request.prompt_ids, request.images, request.generated_tokens if request.images else 0)
 
 
 @dataclass
@@ -81,16 +96,18 @@ class HFRollout(RolloutEngine):
         dtype: Dtype = "float32",
         tokenizer: PreTrainedTokenizerBase | None = None,
         records_routes: bool = False,
+        vision: Vision | None = None,
     ) -> None:
         """Wraps a model, which is on its device; the tokenizer is only needed for stop texts.
 
-        With `records_routes`, chunks have the experts that a mixture of experts chose. Raises UserError if the model
-        cannot generate with a cache, or has no experts.
+        With `vision`, requests may have images. With `records_routes`, chunks have the experts that a mixture of
+        experts chose. Raises UserError if the model cannot generate with a cache, or has no experts.
         """
         from ratchet.rlhf.models import kv_cache
 
         self.model = model
         self.tokenizer = tokenizer
+        self.vision = vision
         self.dtype = dtype
         self.shares_prompts = prefix_sharing.adopt(model) and kv_cache.fits(model)
         self.decoding = Decoding(selects=True, pads=True) if self.shares_prompts else decoding_of(model)
@@ -231,19 +248,15 @@ class HFRollout(RolloutEngine):
         requests, sampling = [row.request for row in rows], rows[0].sampling
         assert all(row.sampling == sampling for row in rows), "a batch has one way of sampling"
         device = self.model.device
-        prompts = [request.prompt_ids for request in requests]
+        prompts = [_Prompt.of(request) for request in requests]
         prompt_of = torch.arange(len(requests), device=device)
         if self.decoding.selects:  # a shared prompt is computed once
-            prompts = list(dict.fromkeys(prompts))
+            of_requests, prompts = prompts, list(dict.fromkeys(prompts))
             numbers = {prompt: number for number, prompt in enumerate(prompts)}
-            prompt_of = torch.tensor([numbers[request.prompt_ids] for request in requests], device=device)
-        longest = max(map(len, prompts))
-        input_ids = torch.zeros((len(prompts), longest), dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            # padded on the left, so that the next tokens of all rows are in the same column
-            input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        input_ids = input_ids.to(device)
-        padding = longest - torch.tensor([len(prompt) for prompt in prompts], device=device)
+            prompt_of = torch.tensor([numbers[own] for own in of_requests], device=device)
+        longest = max(len(prompt.ids) for prompt in prompts)
+        input_ids, positions, images = self._read_first(prompts, longest)
+        padding = longest - torch.tensor([len(prompt.ids) for prompt in prompts], device=device)
         uniforms = torch.from_numpy(_uniforms(requests, sampling)).to(device)
 
         out_tokens = torch.zeros((len(requests), sampling.max_tokens), dtype=torch.long, device=device)
@@ -256,8 +269,7 @@ class HFRollout(RolloutEngine):
         finished = torch.zeros(len(requests), dtype=torch.bool, device=device)
         decoder = Decoder(self.model)
         is_real = torch.arange(longest + sampling.max_tokens, device=device)[None, :] >= padding[:, None]
-        positions = (torch.arange(longest, device=device)[None, :] - padding[:, None]).clamp(min=0)
-        inputs: dict[str, Any] = {"attention_mask": is_real[:, :longest] if padding.any() else None}
+        inputs: dict[str, Any] = {"attention_mask": is_real[:, :longest] if padding.any() else None, **images}
         cached: CachedPrompts | None = None
 
         emitted = [0] * len(rows)
@@ -269,13 +281,13 @@ class HFRollout(RolloutEngine):
                 chosen = torch.cat([choice for [choice] in recorded], dim=-1).to(torch.int16)
                 if routes is None:  # the prompts, padded on the left
                     padded = zip(chosen.view(*input_ids.shape, -1).cpu().numpy(), prompts, strict=True)
-                    of_prompts = [experts[longest - len(prompt) :] for experts, prompt in padded]
+                    of_prompts = [experts[longest - len(prompt.ids) :] for experts, prompt in padded]
                     routes = _Routes(of_prompts, prompt_of.tolist())
                 else:
                     everyone = chosen.new_full((len(rows), chosen.shape[-1]), OWN)
                     routes.steps.append(everyone.index_copy(0, active, chosen))
             if step == 0:  # the prompts were computed; from here on, each response has its own row
-                logits, positions = logits[prompt_of], positions[prompt_of]
+                logits, positions = logits[prompt_of], positions[..., prompt_of, :]
                 if self.shares_prompts:
                     visible = is_real[:, :longest] if padding.any() else None
                     cached = CachedPrompts.of(decoder.cache, visible, prompt_of)
@@ -302,14 +314,46 @@ class HFRollout(RolloutEngine):
                     kept = running.nonzero().squeeze(-1)
                     cached = None if cached is None else cached.only(kept)
                     decoder.select(kept)
-                    active, tokens, positions = active[kept], tokens[kept], positions[kept]
+                    active, tokens, positions = active[kept], tokens[kept], positions[..., kept, :]
                     is_real = is_real if self.shares_prompts else is_real[kept]
-            input_ids = tokens[:, None]
-            positions = positions[:, -1:] + 1
+            input_ids = (tokens if self.vision is None else self.vision.next_tokens(tokens))[:, None]
+            positions = _next(positions)
+            inputs = {}
             if cached is not None:
                 inputs = prefix_sharing.inputs(cached)
             elif padding.any():
                 inputs = {"attention_mask": is_real[:, : longest + step + 1]}
+
+    def _read_first(
+        self, prompts: Sequence[_Prompt], longest: int
+    ) -> tuple[Int[Tensor, "prompts time"], Int[Tensor, "*axes prompts time"], dict[str, Tensor]]:
+        """Returns the tokens and positions of prompts, and the arguments of the model's forward for their images.
+
+        Prompts are padded on the left, so that the next tokens of all rows are in the same column.
+        """
+        tokens = [np.asarray(prompt.ids, dtype=np.int64) for prompt in prompts]
+        axes = [np.arange(len(ids))[None] for ids in tokens]
+        images: dict[str, Tensor] = {}
+        if self.vision is not None:
+            tokens = [
+                self.vision.readable(ids, np.arange(len(ids)) >= len(ids) - prompt.drawn)
+                for ids, prompt in zip(tokens, prompts, strict=True)
+            ]
+            seen = [[self.vision(image) for image in prompt.images] for prompt in prompts]
+            if any(seen):
+                axes = [self.vision.positions(ids, of_prompt) for ids, of_prompt in zip(tokens, seen, strict=True)]
+            images = joined([image for of_prompt in seen for image in of_prompt])
+
+        def padded(values: np.ndarray) -> np.ndarray:
+            return np.pad(values, [*[(0, 0)] * (values.ndim - 1), (longest - values.shape[-1], 0)])
+
+        ids, positions = np.stack([*map(padded, tokens)]), np.stack([*map(padded, axes)], axis=1)
+        placed = [torch.from_numpy(values).to(self.model.device) for values in (ids, positions)]
+        return (
+            placed[0],
+            placed[1][0] if len(positions) == 1 else placed[1],
+            {name: tensor.to(self.model.device) for name, tensor in images.items()},
+        )
 
     def _chunks(
         self,
@@ -347,6 +391,12 @@ class HFRollout(RolloutEngine):
             stops = [self._stops(response, sampling) for response in responses.cpu().numpy()]
             ends |= torch.tensor(stops, device=ends.device)
         return ends
+
+
+def _next(positions: Int[Tensor, "*axes rows time"]) -> Int[Tensor, "*axes rows 1"]:
+    """Returns the positions of the tokens that follow: text is one after all before it, on each axis."""
+    last = positions.amax(-1, keepdim=True)
+    return (last if last.dim() == 2 else last.amax(0, keepdim=True).expand_as(last)) + 1
 
 
 def sample(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.config.engines import DeepSpeedConfig, FSDPConfig, MegatronConfig
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from ratchet.rlhf.config import TrainerConfig
     from ratchet.rlhf.config.sections import Dtype, Kernels
     from ratchet.rlhf.models.skeleton import Skeleton
+    from ratchet.rlhf.models.vision import Vision
 
 
 def train_engine(
@@ -25,10 +27,12 @@ def train_engine(
     kernels: Kernels = "torch",
     trainable: bool = True,
     follows_routes: bool = False,
+    vision: Callable[[PreTrainedModel], Vision] | None = None,
 ) -> ModelEngine:
     """Builds the train engine that `trainer.engine` names, of a model with float32 weights or its skeleton.
 
-    With `follows_routes`, tokens go to the experts that a batch names, if it names any.
+    With `follows_routes`, tokens go to the experts that a batch names, if it names any. With `vision`, the model sees
+    the images of a batch.
 
     Raises UserError if the model does not support an option of the trainer.
     """
@@ -41,6 +45,7 @@ def train_engine(
         "share_prompts": trainer.share_prompts,
         "optimizer": trainer.optimizer,
         "follows_routes": follows_routes,
+        "vision": vision,
     }
     engine = trainer.engine
     if isinstance(engine, FSDPConfig):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.schema import ROUTES
+from ratchet.rlhf.schema import IMAGES, ROUTES
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ratchet.rlhf.batch import TrajectoryBatch
+    from ratchet.rlhf.models.image_processor import ProcessedImage
     from ratchet.rlhf.models.prefix_sharing import SharedPrompts
     from ratchet.rlhf.models.segments import Segments
     from ratchet.rlhf.models.sequence_parallel import OwnTokens, Team
+    from ratchet.rlhf.models.vision import Vision
 
 MASKED = 2**26
 """Maximum size of the masks of shared prompts, in elements."""
@@ -80,12 +82,17 @@ def in_rounds(sizes: np.ndarray, teams: int) -> list[np.ndarray]:
 def prompt_numbers(batch: TrajectoryBatch) -> np.ndarray:
     """Numbers the prompts of a batch from 0, in the order of their first row; equal prompts have the same number.
 
-    Prompts whose tokens went to other experts are not equal.
+    Prompts with other images are not equal, nor those whose tokens went to other experts.
     """
     ids, lengths = batch.flat("prompt_ids"), batch.lengths("prompt_ids")
     numbers: dict[bytes, int] = {}
     ends = np.cumsum(lengths)
     prompts = [ids[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
+    if batch.has_values(IMAGES):
+        prompts = [
+            prompt + "".join(digests or ()).encode()
+            for prompt, digests in zip(prompts, batch.list(IMAGES), strict=True)
+        ]
     if ROUTES in batch:
         routes, end_of = batch.flat(ROUTES), np.cumsum(batch.lengths(ROUTES))
         of_prompt = lengths * (batch.lengths(ROUTES) // np.maximum(tokens_read(batch), 1))
@@ -186,8 +193,8 @@ class MicroBatch:
     rows: Int[Tensor, " micro"]
     """Row numbers in the batch."""
     input_ids: Int[Tensor, "sequences time"]
-    position_ids: Int[Tensor, "sequences time"] | None
-    """None: counted from the left."""
+    position_ids: Int[Tensor, "*axes sequences time"] | None
+    """None: counted from the left. A model that sees may have several axes of positions."""
     at: Int[Tensor, " tokens"]
     """For each response token, the index in the flattened `input_ids` of the position that predicts it."""
     targets: Int[Tensor, " tokens"]
@@ -206,6 +213,8 @@ class MicroBatch:
     """The response tokens in this process's share, if a team splits the sequences."""
     routes: Int[Tensor, "sequences time slots"] | None = None
     """The experts of each token in all layers, -1 where the model chooses; None: it always chooses."""
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    """Arguments of the model's forward for the images among the tokens; empty: there are none."""
     top: Int[Tensor, "tokens k"] | int = 0
     """For each response token, the teacher's most likely tokens; or how many of the model's own to find; 0: none."""
 
@@ -218,15 +227,18 @@ class MicroBatch:
         *,
         varlen: bool = False,
         team: Team | None = None,
+        vision: Vision | None = None,
     ) -> MicroBatch:
         """Builds a micro-batch on the CPU.
 
         Args:
             varlen: describe even short shared prompts by `Segments`.
             team: the processes that split each sequence; None: sequences are not split.
+            vision: how the model sees the images of the batch; None: it sees none.
         """
         import torch
 
+        from ratchet.rlhf.models.image_processor import joined
         from ratchet.rlhf.models.prefix_sharing import SharedPrompts
         from ratchet.rlhf.models.segments import Segments
 
@@ -239,6 +251,11 @@ class MicroBatch:
         positions: np.ndarray | None = None
         shared: SharedPrompts | Segments | None = None
         routes = _routes(part, prompts + read) if ROUTES in part else None
+        prompt_ids, drawn_ids, images, axes = part.flat("prompt_ids"), response_ids, [], None
+        if vision is not None and part.has_values(IMAGES):
+            drawn_ids = vision.readable(response_ids, np.ones(len(response_ids), dtype=bool))
+            images = [vision.stored(digests or ()) for digests in part.list(IMAGES)]
+            axes = _positions(vision, prompt_ids, drawn_ids[is_read], prompts, read, images)
         if layout == "shared":
             numbers = prompt_numbers(part)
             _, first = np.unique(numbers, return_index=True)
@@ -246,42 +263,48 @@ class MicroBatch:
             # the masks of `SharedPrompts` grow with the square of a response
             by_piece = varlen or int((read * (prompts + read)).sum()) > MASKED
             shared = (Segments if by_piece else SharedPrompts).of(unique, read, numbers)
-            input_ids = np.concatenate([once, response_ids[is_read]])[None]
+            images = [images[row] for row in first] if images else []
+            input_ids = np.concatenate([once, drawn_ids[is_read]])[None]
             copies = np.concatenate([np.repeat(np.bincount(numbers), unique), np.ones(int(read.sum()), np.int64)])[None]
             positions = np.concatenate([_within(unique), _within(read) + np.repeat(prompts, read)])[None]
             ends, starts = np.cumsum(unique)[numbers], len(once) + np.cumsum(read) - read
             at = np.where(within == 0, np.repeat(ends, responses), np.repeat(starts, responses) + within) - 1
-            if routes is not None:
-                before = np.cumsum(prompts + read) - prompts - read
-                of_prompts = np.repeat(before[first], unique) + _within(unique)
-                of_responses = np.repeat(before + prompts, read) + _within(read)
-                routes = routes[np.concatenate([of_prompts, of_responses])][None]
+            before = np.cumsum(prompts + read) - prompts - read
+            of_prompts = np.repeat(before[first], unique) + _within(unique)
+            of_responses = np.repeat(before + prompts, read) + _within(read)
+            order = np.concatenate([of_prompts, of_responses])
+            routes = None if routes is None else routes[order][None]
+            positions = positions if axes is None else axes[:, None, order]
         else:
             total = prompts + read
             width = int(total.max())
             time = np.arange(width)[None, :]
             real, is_prompt = time < total[:, None], time < prompts[:, None]
             input_ids = np.zeros((len(part), width), dtype=np.int64)
-            input_ids[is_prompt] = part.flat("prompt_ids")
-            input_ids[real & ~is_prompt] = response_ids[is_read]
+            input_ids[is_prompt] = prompt_ids
+            input_ids[real & ~is_prompt] = drawn_ids[is_read]
             starts = np.cumsum(total) - total if layout == "packed" else np.arange(len(part)) * width
             at = np.repeat(starts + prompts - 1, responses) + within
             copies = real.astype(np.int64)
             if layout == "packed":
                 input_ids, copies = input_ids[real][None], copies[real][None]
-                positions = np.broadcast_to(time, real.shape)[real][None]
+                positions = np.broadcast_to(time, real.shape)[real][None] if axes is None else axes[:, None]
                 shared = Segments.of_sequences(total)
                 routes = None if routes is None else routes[None]
-            elif routes is not None:
-                padded = np.full((*real.shape, routes.shape[-1]), -1, dtype=routes.dtype)
-                padded[real] = routes
-                routes = padded
+            else:
+                if routes is not None:
+                    padded = np.full((*real.shape, routes.shape[-1]), -1, dtype=routes.dtype)
+                    padded[real] = routes
+                    routes = padded
+                if axes is not None:
+                    positions = np.zeros((len(axes), *real.shape), dtype=np.int64)
+                    positions[:, real] = axes
         horizon = int(responses.max(initial=0))
         indices = torch.from_numpy(at)
         return cls(
             rows=torch.as_tensor(np.asarray(rows, dtype=np.int64)),
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
-            position_ids=None if positions is None else torch.from_numpy(positions),
+            position_ids=None if positions is None else torch.from_numpy(_without_one_axis(positions)),
             at=indices,
             targets=torch.from_numpy(response_ids),
             padded_at=torch.from_numpy(np.repeat(np.arange(len(part)) * horizon, responses) + within),
@@ -291,6 +314,7 @@ class MicroBatch:
             shared=shared,
             own=None if team is None else team.own(indices, input_ids.shape[1]),
             routes=None if routes is None else torch.from_numpy(routes),
+            images=joined([image for row in images for image in row]),
             top=torch.from_numpy(part.flat(TOP_K_IDS).astype(np.int64)).view(len(response_ids), -1)
             if TOP_K_IDS in part
             else 0,
@@ -310,6 +334,7 @@ class MicroBatch:
             shared=None if self.shared is None else self.shared.to(device),
             own=None if self.own is None else self.own.to(device),
             routes=None if self.routes is None else accelerator.placed(self.routes, device),
+            images={name: accelerator.placed(tensor, device) for name, tensor in self.images.items()},
             top=self.top if isinstance(self.top, int) else accelerator.placed(self.top, device),
         )
 
@@ -321,6 +346,28 @@ class MicroBatch:
         size = len(self.rows) * self.horizon
         flat = per_token.new_zeros((size, *per_token.shape[1:])).index_copy(0, self.padded_at, per_token)
         return flat.view(len(self.rows), self.horizon, *per_token.shape[1:])
+
+
+def _positions(
+    vision: Vision,
+    prompt_ids: np.ndarray,
+    drawn_ids: np.ndarray,
+    prompts: np.ndarray,
+    read: np.ndarray,
+    images: Sequence[Sequence[ProcessedImage]],
+) -> np.ndarray:
+    """Returns the positions of the tokens that a model reads, row after row, shape (axes, tokens)."""
+    of_prompts, of_responses = np.split(prompt_ids, np.cumsum(prompts)[:-1]), np.split(drawn_ids, np.cumsum(read)[:-1])
+    rows = [
+        vision.positions(np.concatenate([prompt, drawn]), of_row)
+        for prompt, drawn, of_row in zip(of_prompts, of_responses, images, strict=True)
+    ]
+    return np.concatenate(rows, axis=1).astype(np.int64)
+
+
+def _without_one_axis(positions: np.ndarray) -> np.ndarray:
+    """Leaves out the dimension of axes, shape (axes, sequences, time), if there is only one."""
+    return positions[0] if positions.ndim == 3 and len(positions) == 1 else positions
 
 
 def _routes(part: TrajectoryBatch, read: np.ndarray) -> np.ndarray | None:

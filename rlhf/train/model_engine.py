@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from ratchet.rlhf.algorithms.objectives import Objective
     from ratchet.rlhf.config.sections import Dtype, Kernels
+    from ratchet.rlhf.models.vision import Vision
 
 LossOf = Callable[[int, MicroBatch, "dict[str, Tensor]"], "Tensor"]
 """Computes the loss of a micro-batch on the device from its number and outputs."""
@@ -92,6 +93,7 @@ class ModelEngine(InferenceEngine, ABC):
         sequence_parallel: int = 1,
         tensor_parallel: int = 1,
         follows_routes: bool = False,
+        vision: Callable[[PreTrainedModel], Vision] | None = None,
         optimizer: Optimizer = AdamW(),  # noqa: B008  (it is frozen)
     ) -> None:
         """Wraps a model.
@@ -108,6 +110,7 @@ class ModelEngine(InferenceEngine, ABC):
             sequence_parallel: number of adjacent ranks that split each sequence.
             tensor_parallel: number of adjacent ranks that split each matrix.
             follows_routes: where a batch has the experts that tokens went to, they go to these again.
+            vision: how the model sees the images of a batch; None: it reads text only.
 
         Raises:
             UserError: the model does not support `packing`, `sequence_parallel` or routes, or its log-probs would be
@@ -132,6 +135,7 @@ class ModelEngine(InferenceEngine, ABC):
             follows_routes=follows_routes,
         )
         self.module.use(kernels)
+        self.vision = None if vision is None else vision(model)
         self.model = model
         """The model inside `module`; engines that shard it hold parts of its tensors."""
         self.head, self.dtype, self.trainable = head, dtype, trainable
@@ -469,7 +473,8 @@ class ModelEngine(InferenceEngine, ABC):
             yield piece.rows, self._micro_batch(batch, computed, layout)
 
     def _micro_batch(self, batch: TrajectoryBatch, piece: Piece, layout: Layout) -> MicroBatch:
-        return MicroBatch.of(batch, piece.rows, layout, varlen=self.module.varlen, team=self.module.team)
+        module = self.module
+        return MicroBatch.of(batch, piece.rows, layout, varlen=module.varlen, team=module.team, vision=self.vision)
 
     def _split(self, batch: TrajectoryBatch, budget: int, together: int = 1) -> tuple[Layout, list[list[Piece]]]:
         """Chooses the layout of a batch's micro-batches, and their rows by team; the same on every rank."""
@@ -513,7 +518,7 @@ class ModelEngine(InferenceEngine, ABC):
         copies = micro.copies if with_router else None
         ids, positions, shared = micro.input_ids, micro.position_ids, micro.shared
         targets, names = (micro.at, micro.targets), tuple(outputs)
-        places = micro.own, micro.top, micro.routes
+        places = micro.own, micro.top, micro.routes, micro.images
         return self._call(ids, positions, *targets, temperature, names, shared, copies, *places)
 
     def _from_all(self, values: np.ndarray) -> np.ndarray:

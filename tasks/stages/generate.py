@@ -53,6 +53,7 @@ PROMPT_COLUMNS = (
     "prompt_is_text",
     "prompt",
     "prompt_ids",
+    IMAGES,
     "data_source",
     "ground_truth",
     "ground_truth_is_json",
@@ -268,7 +269,7 @@ def begin_trajectories(context: Context[C], prompts: Prompts) -> ShardStart:
         messages = prompt.after(prompts.config.system_prompt)
         answers = context.replayed.get(number, ())
         for sample in range(prompts.n):
-            request = Request(f"{_prompt_id(context, number)}-s{sample:02d}", tuple(ids))
+            request = Request(f"{_prompt_id(context, number)}-s{sample:02d}", tuple(ids), images=prompt.images)
             beginning = Beginning(
                 messages, prompt.ground_truth, prompt.ground_truth_is_json, prompt.extra_info, prompt.tools
             )
@@ -368,11 +369,13 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
     if prompts.partner is not None:
         check_errors(context.call, dialogues, prompts.partner)
     columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
+    images: list[str] = []
     for place, trajectory in enumerate(dialogues):
         # trajectories are in the order of the prompts, `n` of each
         number, row = prompts.rows[place // prompts.n]
         prompt = prompts.dataset[row]
         text, ids = _encoded(context, prompts, row)
+        images = [context.images.put(image) for image in prompt.images] if place % prompts.n == 0 else images
         for branch, dialogue in enumerate(trajectory.conversations):
             has_own_prompt = dialogue is not trajectory
             values = {
@@ -402,8 +405,8 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "rollout_error": trajectory.error,
                 "tool_error": trajectory.tool_error,
                 "environment_reward": _environment_reward(trajectory, prompts),
+                IMAGES: images or None,
                 ROUTES: dialogue.routed_experts if prompts.router_replay else None,
-                IMAGES: None,
                 "turn_seconds": dialogue.turn_seconds[: len(dialogue.turn_ends)] if talks else None,
                 "branch": None if prompts.agent is None else branch,
                 "calls": None if prompts.agent is None else [asdict(call) for call in dialogue.calls],

@@ -16,7 +16,7 @@ from ratchet.rlhf.config.sections import RewardConfig
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Dialogue
 from ratchet.rlhf.rollout.engine import Request, Sampling
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import IMAGES, TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.generate import PROMPT_COLUMNS
@@ -40,8 +40,11 @@ class GreedyBaselineSummary(ShardSummary):
 def begin(context: Context[GreedyBaselineConfig]) -> ShardStart:
     config = context.config
     prompts, _ = _prompts(context.batch)
-    ids = zip(prompts.list("prompt_id"), prompts.list("prompt_ids"), strict=True)
-    dialogues = tuple(Dialogue(Request(f"{prompt_id}-greedy", tuple(prompt))) for prompt_id, prompt in ids)
+    rows = zip(*(prompts.list(name) for name in ("prompt_id", "prompt_ids", IMAGES)), strict=True)
+    dialogues = tuple(
+        Dialogue(Request(f"{prompt_id}-greedy", tuple(ids), images=context.stored_images(images)))
+        for prompt_id, ids, images in rows
+    )
     sampling = Sampling(
         temperature=0.0,
         top_p=1.0,

@@ -21,7 +21,7 @@ from ratchet.rlhf.data.prompts import stored_chat
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import CONTINUED, Beginning, Dialogue
 from ratchet.rlhf.rollout.engine import Request, Sampling
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import IMAGES, TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.generate import PROMPT_COLUMNS, check_errors, environment_rules, turn_columns
@@ -60,11 +60,12 @@ def begin(context: Context[TurnValuesConfig]) -> ShardStart:
         beginning = Beginning(
             chat.messages, row["ground_truth"], row["ground_truth_is_json"], row["extra_info"], chat.tools
         )
+        ids, images = tuple(row["prompt_ids"]), context.stored_images(row[IMAGES])
         for turn in range(1, len(row["turn_ends"])):
             prefix = _prefix(row, turn)
             for number in range(config.continuations):
                 name = f"{row['trajectory_id']}-t{turn:02d}-c{number:02d}"
-                dialogues.append(Dialogue.continuing(Request(name, tuple(row["prompt_ids"])), beginning, prefix))
+                dialogues.append(Dialogue.continuing(Request(name, ids, images=images), beginning, prefix))
     sampling = Sampling.of_rollout(config.sampling, config.seed)
     return ShardStart(tuple(dialogues), environment_rules(context, config.environment, sampling))
 

@@ -86,7 +86,7 @@ def test_tools_stay_with_their_prompts(tmp_path: Path) -> None:
         ([{"question": " ", "answer": "#### 1"}], "line 1: question of this row is empty"),
         ([{"question": 1, "answer": "#### 1"}], "line 1: question is not a text"),
         ([{"question": "q", "answer": "one"}], "line 1: the answer does not end with ####"),
-        ([{"question": "q", "answer": "#### 1", "image": "a.png"}], "line 1 has image, and models see text only"),
+        ([{"question": "q", "answer": "#### 1", "image": "a.png"}], "line 1 has image, and prompt files that"),
         ([], "there are no rows"),
     ],
 )

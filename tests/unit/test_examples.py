@@ -91,7 +91,7 @@ def test_supervised_examples_in_every_spelling(
             {"messages": [USER, {**ANSWER, "reasoning_content": "why"}]},
             "line 1: messages ends with a message with reasoning_content, and only contents are learned: write it into",
         ),
-        ({"prompt": "ask", "response": "good", "images": ["a.png"]}, "line 1 has images, and models see text only"),
+        ({"prompt": "ask", "response": "good", "images": ["a.png"]}, "line 1: image 1 does not exist"),
         (
             {"messages": [USER, ANSWER], "tools": [{"name": "add"}]},
             "line 1: the prompt has tools, and the model has no chat template: set model.chat_template, choose",
@@ -152,7 +152,7 @@ def test_preferences_in_every_spelling(row: dict[str, Any], tokenizer: Any, tmp_
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({**PAIRS[0], "images": ["a.png"]}, "line 1 has images, and models see text only"),
+        ({**PAIRS[0], "images": ["a.png"]}, "line 1 has images, and pairs have texts only"),
         (
             {**PAIRS[1], "tools": '[{"name": "add"}]'},
             "line 1: the prompt has tools, and the model has no chat template",

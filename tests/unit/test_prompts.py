@@ -111,15 +111,18 @@ MALFORMED: list[tuple[Any, str]] = [
     (asking({"role": None, "content": "2"}), "prompt[1] has role null: say whose message it is"),
     (asking("a\tb"), 'prompt[1] should be a message {role, content}, and is "a\\tb"'),
     (
-        asking({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}),
-        "(user) has content with image_url, and models see text only: leave out such rows, or these parts",
+        asking({"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}),
+        "(user) has content with input_audio, and models see texts and images only: leave out",
     ),
     (
         {**ROW, "images": [{"bytes": None, "path": "a.png"}]},
-        "has images, and models see text only: leave out such rows",
+        ": image 1 does not exist (",
     ),
-    ({**ROW, "video": "a.mp4"}, "has video, and models see text only: leave out such rows, or remove video if the"),
-    (asking({"role": "user", "content": "<audio>", "audios": ["a.wav"]}), "prompt[1] has audios, and models see text"),
+    (
+        {**ROW, "video": "a.mp4"},
+        "has video, and models see texts and images only: leave out such rows, or remove video if the",
+    ),
+    (asking({"role": "user", "content": "<audio>", "audios": ["a.wav"]}), "prompt[1] has audios, and models see texts"),
     (asking({"role": "assistant", "content": None}), "prompt[1] (assistant) has content null and no tool_calls"),
     (
         asking({"role": "assistant", "content": None, "tool_calls": []}),
@@ -183,8 +186,9 @@ def test_an_image_is_found_in_any_row_of_a_table(tmp_path: Path) -> None:
     images = [None] * 3000 + [[{"bytes": b"\x89PNG", "path": None}], None]
     table = pa.table({"prompt": ["What is in <image>?"] * 3002, "images": pa.array(images, kind)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
-    with pytest.raises(UserError, match=r"a\.parquet, row 3001 has images, and models see text only"):
-        list(PromptDataset([tmp_path / "a.parquet"]))
+    prompts = PromptDataset([tmp_path / "a.parquet"])
+    assert [len(prompt.images) for prompt in prompts] == [0] * 3000 + [1, 0]
+    assert prompts[3000].images == (b"\x89PNG",)
 
 
 def test_the_command_that_an_error_names_writes_the_prompts(tmp_path: Path) -> None:

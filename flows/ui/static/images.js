@@ -3,6 +3,11 @@
 import {make} from "ui/dom";
 import {source} from "ui/source";
 
+const PATCHES = /(<\|?[\w-]*(?:image|img|patch)[\w-]*\|?>|\[IMG\])(?:\s*\1)+/gi;
+
+/** A text of a list, with each run of the same token of an image as one. */
+export const short = text => text.replace(PATCHES, "▣");
+
 /** The first images of a line of a list, small; none if it has none. */
 export function thumbnails({images, more_images: more}, run) {
   if (!images.length) return [];

@@ -4,7 +4,7 @@ import {read, write} from "ui/address";
 import * as histograms from "ui/histograms";
 import {at, damages, make, number, options} from "ui/dom";
 import {isOpen} from "ui/runs";
-import {chip, figures, thumbnails} from "ui/images";
+import {chip, figures, short, thumbnails} from "ui/images";
 import {source} from "ui/source";
 import {timeline} from "ui/timeline";
 
@@ -128,7 +128,7 @@ function button(line, pressed, named) {
   const facts = [`score ${number(line.score)}`, named && `iteration ${line.iteration}`, tokens(line), line.finish_reason].filter(Boolean);
   const element = make("button", {type: "button", "aria-pressed": String(pressed), "data-id": line.id},
     make("div", {className: "dim"}, facts.join(" · ")), ...thumbnails(line, run().name),
-    make("div", {className: "clip"}, line.response || "(empty)"));
+    make("div", {className: "clip"}, short(line.response) || "(empty)"));
   element.onclick = () => choose(line.id);
   return element;
 }

@@ -1,0 +1,163 @@
+"""Reads the images of prompts: their encoded bytes (PNG, JPEG and the like), and whether these can be decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratchet.rlhf.errors import UserError, in_one_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MARK = "<image>"
+"""What stands for an image in the content of a message."""
+MAX_BYTES = 32 * 2**20
+"""Largest size of an encoded image."""
+MAX_PIXELS = 2**26
+"""Largest width times height of an image."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Formats that are decoded; of several frames, the first. Others of Pillow start programs, or are no pictures."""
+FORMS = 'a path, a data: URL, or an object such as {"bytes": ...}, {"path": ...} or {"base64": ...}'
+"""How data may give an image, for errors."""
+KEYS = ("bytes", "base64", "image", "image_url", "url", "path")
+"""Keys of an object that gives an image, in order of precedence."""
+SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of an object that ask for another size of its image."""
+
+
+def digest_of(data: bytes) -> str:
+    """Returns the sha256 of an encoded image, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def image_bytes(value: object, folder: str, where: str) -> bytes:
+    """Reads the encoded bytes of an image, which may be those of no image; see `check_image`.
+
+    Args:
+        value: a path; a URL that fsspec reads, or `data:`; bytes; a PIL image; or an object with one of `KEYS`, as
+            OpenAI's content parts and the package `datasets` have.
+        folder: local folder, or fsspec URL, where relative paths begin.
+        where: file, row and number of the image, for errors.
+
+    Raises:
+        UserError: there is no such image, it is on the web, or too large.
+    """
+    if isinstance(value, dict):
+        key = next((name for name in KEYS if value.get(name)), None)
+        if key is None:
+            raise UserError(f"{where} is empty, or has another form: write {FORMS}")
+        if size := next((name for name in SIZES if value.get(name) is not None), None):
+            raise UserError(f"{where} has {size}, and images are resized by the model's processor alone: remove it")
+        inner = value[key]
+        if key in ("bytes", "base64") and isinstance(inner, str):
+            return _small(_decoded(inner, where), where)
+        return image_bytes(inner, folder, where)
+    if isinstance(value, bytes) and value:
+        return _small(value, where)
+    if isinstance(value, str) and value:
+        if value[:5].lower() == "data:":
+            head, comma, text = value.partition(",")
+            if not comma or not head.lower().endswith(";base64"):
+                raise UserError(f"{where} is a data: URL without base64: write data:image/png;base64,...")
+            return _small(_decoded(text, where), where)
+        return _small(_read(value, folder, where), where)
+    if (pil := sys.modules.get("PIL.Image")) is not None and isinstance(value, pil.Image):
+        return _small(_encoded(value), where)
+    raise UserError(f"{where} is {str(value)!r:.40}: write {FORMS}")
+
+
+def check_image(data: bytes, where: str) -> None:
+    """Raises UserError if an image cannot be decoded completely, or has more than `MAX_PIXELS`."""
+    with _opened(data, where) as image:
+        image.draft(None, (1, 1))  # a JPEG is read to its end, but a small picture is made of it
+        try:
+            image.load()
+        except Exception as error:
+            raise _broken(where, error) from None
+
+
+def decoded(data: bytes, where: str) -> Image:
+    """Decodes an image in RGB. Raises UserError if it cannot be decoded, or has more than `MAX_PIXELS`."""
+    with _opened(data, where) as image:
+        try:
+            return image.convert("RGB")
+        except Exception as error:
+            raise _broken(where, error) from None
+
+
+def _opened(data: bytes, where: str) -> Image:
+    """Opens an image, whose pixels are not decoded yet."""
+    from PIL import Image
+
+    try:
+        image = Image.open(BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError:
+        raise UserError(f"{where} has more than {MAX_PIXELS:,} pixels: make it smaller") from None
+    except Exception as error:
+        raise _broken(where, error) from None
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise UserError(
+            f"{where} has {width} × {height} pixels, more than the {MAX_PIXELS:,} that an image may have: make it "
+            "smaller"
+        )
+    return image
+
+
+def _broken(where: str, error: Exception) -> UserError:
+    from PIL import UnidentifiedImageError
+
+    # its message names an object in memory
+    unknown = f"it is none of {', '.join(FORMATS)}"
+    why = unknown if isinstance(error, UnidentifiedImageError) else in_one_line(error)
+    return UserError(f"{where} cannot be decoded ({why}): write the image again, or leave out the row")
+
+
+def _small(data: bytes, where: str) -> bytes:
+    if len(data) > MAX_BYTES:
+        raise UserError(f"{where} has more than the {MAX_BYTES:,} bytes that an image may have: make it smaller")
+    return data
+
+
+def _decoded(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except binascii.Error as error:
+        raise UserError(f"{where} is not base64 ({error}): encode its bytes again") from None
+
+
+def _read(path: str, folder: str, where: str) -> bytes:
+    """Reads a file, but no more than shows that it is too large."""
+    import fsspec
+
+    if any(part.lower().startswith(("http:", "https:")) for part in path.split("::")):
+        raise UserError(
+            f"{where} is at {path:.60}, and a run reads no images from the web: download it, and name its path"
+        )
+    is_absolute = "://" in path or Path(path).is_absolute()
+    url = path if is_absolute or not folder else f"{folder.rstrip('/')}/{path}"
+    try:
+        with fsspec.open(url, "rb", expand=False) as file:
+            data: bytes = file.read(MAX_BYTES + 1)
+            return data
+    except FileNotFoundError:
+        fix = "correct its path" if is_absolute else "correct its path, which begins at the folder of the data"
+        raise UserError(f"{where} does not exist ({in_one_line(url)}): put it there, or {fix}") from None
+    except Exception as error:  # each file system raises its own errors
+        raise UserError(
+            f"{where} cannot be read ({in_one_line(url)}: {in_one_line(error)}): correct its path"
+        ) from None
+
+
+def _encoded(image: Any) -> bytes:
+    """Encodes a PIL image as PNG; equal pixels give equal bytes."""
+    written = BytesIO()
+    image = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16") else image.convert("RGB")
+    image.save(written, "PNG")
+    return written.getvalue()
