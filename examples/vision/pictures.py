@@ -32,7 +32,8 @@ COLOURS = {
 """The palette: each picture has all of its colours but one."""
 CELL, CELLS = 28, 4
 """A picture has 4 × 4 cells of 28 × 28 pixels. Each has at most one shape, and is one token of Qwen2.5-VL."""
-MOST_SQUARES = 4
+MOST_SQUARES = len(COLOURS)
+"""So that a guess is right in one case of six, whatever the question."""
 QUESTIONS = ("How many squares are there?", f"Which colour is missing: {', '.join(COLOURS)}?")
 
 
@@ -106,7 +107,7 @@ def _picture(rng: random.Random) -> Picture:
     squares, missing = 1 + _below(MOST_SQUARES, rng), _below(len(COLOURS), rng)
     names = list(COLOURS)
     answer = names.pop(missing)
-    shapes = len(names) + _below(4, rng)
+    shapes = MOST_SQUARES + _below(4, rng)
     colours = names + [names[_below(len(names), rng)] for _ in range(shapes - len(names))]
     kinds = ["square"] * squares + [("circle", "triangle")[_below(2, rng)] for _ in range(shapes - squares)]
     places = _shuffled(list(range(CELLS * CELLS)), rng)
