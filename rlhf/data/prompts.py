@@ -20,7 +20,16 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.data import drawing, files
-from ratchet.rlhf.data.chat_turns import CONTENT, Rendered, around_content, render_contents, state_of, token_ids
+from ratchet.rlhf.data.chat_turns import (
+    CONTENT,
+    Rendered,
+    around_content,
+    by_template,
+    in_parts,
+    render_contents,
+    state_of,
+    token_ids,
+)
 from ratchet.rlhf.data.drawing import Drawn
 from ratchet.rlhf.data.folders import data_files, name_of
 from ratchet.rlhf.data.formats import (
@@ -327,6 +336,11 @@ def encode(
                 f"({text[:60]!r}...): raise it, or set data.truncation"
             )
         assert truncation != "drop", "the dataset has no prompts that are too long"
+        if prompt.images:
+            raise UserError(
+                f"{prompt.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens}, and "
+                "cannot be cut, because it has images: raise it, or set data.truncation: drop"
+            )
         # special tokens at the beginning are never cut
         special = [] if tokenizer.chat_template else beginning(ids[1:], tokenizer)
         kept = len(special) if ids[: len(special)] == special else 0
@@ -348,9 +362,18 @@ def tokenize_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) ->
     def template(chat: Chat) -> str:
         return render(chat, tokenizer, where, add_generation_prompt=True)
 
+    processor = state_of(tokenizer).images
+    if chat.images and (processor is None or not tokenizer.chat_template):
+        lacks = "the model reads text only" if processor is None else "the model has no chat template"
+        raise UserError(
+            f"{where} has images, and {lacks}: choose a vision-language model (docs/models.md), or leave out such rows"
+        )
     if tokenizer.chat_template:  # a template writes the special tokens itself
+        # split before contents are searched for special tokens, of which the mark of an image may be one
+        chat = Chat(in_parts(chat.messages, tokenizer), chat.tools, chat.images)
         written = render_contents(template, chat, tokenizer)
-        return written.text, token_ids(written, tokenizer)
+        ids = token_ids(written, tokenizer)
+        return written.text, ids if processor is None else processor.expanded(ids, chat.images, where)
     text = template(chat)
     return text, tokenize_start(text, tokenizer)
 
@@ -366,14 +389,9 @@ def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, add_ge
         return "\n".join(message["content"] for message in messages)
     try:
         _check_roles(messages, tokenizer, where)
-        text = str(
-            tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) or None,  # some templates introduce an empty list
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        )
+        # some templates introduce an empty list
+        options = {"tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
+        text = by_template(messages, tokenizer, **options)
     except (TemplateError, TypeError) as error:  # an unknown role, or another form than the template expects
         what = "messages and tools" if tools else "messages"
         raise UserError(f"{where}: the chat template refuses the {what}: {in_one_line(error)}") from None
@@ -410,7 +428,7 @@ def _check_roles(messages: Messages, tokenizer: PreTrainedTokenizerBase, where: 
             )
         mark = token_hex(16)
         marked = [{**message, "content": mark} if message["role"] == role else message for message in messages]
-        if mark not in str(tokenizer.apply_chat_template(marked, tokenize=False)):
+        if mark not in by_template(marked, tokenizer):
             raise UserError(
                 f"{where}: the chat template leaves out messages of the role {role}: set another model.chat_template, "
                 "or leave out such rows"
