@@ -107,7 +107,6 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
         {}, description="variables of the chat template, such as {enable_thinking: false}"
     )
-    freeze_vision: bool = Field(True, description="whether the vision tower keeps its weights")
     trust_remote_code: bool = Field(False, description="run Python code from the model's repository")
     args: dict[str, JsonValue] = Field(
         {},

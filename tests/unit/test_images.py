@@ -20,11 +20,14 @@ from PIL import Image
 from ratchet.infra.execution.preflight.prompts import check_prompts
 from ratchet.rlhf.config import DataConfig, ModelConfig, RewardConfig
 from ratchet.rlhf.data import images
+from ratchet.rlhf.data.examples import example_of, pair_of
+from ratchet.rlhf.data.expert_answers import ExpertAnswers
 from ratchet.rlhf.data.files import data_digest, digest
 from ratchet.rlhf.data.formats import messages_of, question_of
 from ratchet.rlhf.data.images import check_image, digest_of
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset, first_with_images
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.tokenizers import load_tokenizer
 from tests import tiny
 
 
@@ -303,6 +306,42 @@ def test_what_the_policy_writes_has_no_images(folder: Path) -> None:
             prompts(folder, row)
     with pytest.raises(UserError, match="a: prompt has an image, where only texts may be"):
         messages_of(user({"type": "image", "url": RED_URL}), "a")
+
+
+def test_examples_have_images_before_their_answer(folder: Path) -> None:
+    answer = {"role": "assistant", "content": "It is red, no <image>."}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "<image>Which color?", "response": "red", "images": ["pictures/red.png"]},
+        {"messages": [*user({"type": "image"}, "Which?"), answer], "images": ["pictures/red.png"]},
+        {"prompt": [ASKED], "completion": [answer], "image": "pictures/red.png"},
+    ]
+    for row in rows:
+        found = example_of(row, f"{folder}/rows.jsonl, line 1")
+        assert found is not None
+        chat, response = found
+        assert chat.images == (RED,)
+        assert chat.messages[0]["images"] == [digest_of(RED)]
+        assert chat.messages[0]["content"].startswith("<image>Which")
+        assert response in ("red", answer["content"])
+    for row in ({"chosen": [ASKED, answer], "rejected": [ASKED, answer], "image": RED_URL}, pair_with_part(answer)):
+        with pytest.raises(UserError, match=r"a, line 1(: the prompt of a pair)? has (an )?image"):
+            list(pair_of(row, "a, line 1"))
+
+
+def pair_with_part(answer: dict[str, str]) -> dict[str, Any]:
+    return {"prompt": user({"type": "image", "url": RED_URL}), "chosen": [answer], "rejected": [answer]}
+
+
+def test_an_experts_answer_to_another_image_is_to_another_prompt(folder: Path) -> None:
+    tokenizer = load_tokenizer(tiny.config(tiny.workspace(folder)).model)
+    path, answers = folder / "rows.jsonl", folder / "answers.jsonl"
+    asked = [{"prompt": "1?", "image": image} for image in ("pictures/red.png", "pictures/blue.jpg")]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in asked))
+    given = [{"prompt": "1?", "image": image, "response": "2"} for image in ("pictures/blue.jpg", RED_URL)]
+    answers.write_text("".join(f"{json.dumps(row)}\n" for row in [*given, {"prompt": "1?", "response": "2"}]))
+    found = ExpertAnswers([str(answers)]).matched(PromptDataset([path]), tokenizer, system_prompt=None, max_tokens=5)
+    assert found.by_row == {0: (1,), 1: (0,)}
+    assert found.unknown == 1
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
