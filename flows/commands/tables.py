@@ -6,7 +6,9 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Sized
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,15 +24,18 @@ from ratchet.flows.shown_metrics import STATUS, shown_in
 from ratchet.flows.terminal import visible
 from ratchet.infra.execution import heartbeat
 from ratchet.infra.execution.neighbours import workers
+from ratchet.infra.runs.pictures import described
+from ratchet.infra.runs.placeholders import parts_of
 from ratchet.infra.runs.query import LIMITS
 from ratchet.infra.runs.run import Run, own_answers
 from ratchet.infra.runs.sql import Statement, execute, isolated, reason
+from ratchet.infra.store.images import Images
 from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.timelines import COLUMNS, timeline
 from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError, counted, reached
-from ratchet.rlhf.schema import PARTS, TRAJECTORY, trajectory_of
+from ratchet.rlhf.schema import IMAGES, PARTS, TRAJECTORY, trajectory_of
 from ratchet.rlhf.validation import STDERR, means, sums
 
 if TYPE_CHECKING:
@@ -215,7 +220,8 @@ def show(
             response = ("calls",)
         if "rollout_error" in trajectories and trajectories["rollout_error"].notna().any():
             response += ("rollout_error",)
-        names = [name for name in ("trajectory_id", "prompt", *response, "score") if name in trajectories]
+        images = (IMAGES,) if IMAGES in trajectories and trajectories[IMAGES].map(_length).any() else ()
+        names = [name for name in ("trajectory_id", *images, "prompt", *response, "score") if name in trajectories]
     else:
         names = list(trajectories.columns) if columns == "all" else [name.strip() for name in columns.split(",")]
     missing = [name for name in names if name not in trajectories]
@@ -236,14 +242,33 @@ def show(
     whole = f"{len(trajectories)} trajectories"
     among = f"{count} that match, of {whole}" if where else whole
     which = f"the first {len(matching)} of {among}" if len(matching) < count else among
+    if format in ("table", "md") and IMAGES in matching:
+        images = Images(run.store.objects)
+        told = cache(lambda digest: str(described(images, digest)))
+        cells = matching[IMAGES].astype(object)
+        matching[IMAGES] = ["\n".join(map(told, cell)) if _length(cell) else "" for cell in cells]
     if format == "table" and not full:
         for name in ("prompt", "calls"):
             if name in matching:
                 matching[name] = _folded([_text(value) for value in matching[name]], _questions(trajectories, name))
+        for name in ("prompt", "response"):
+            if name in matching:
+                matching[name] = [_without_patches(_text(value)) for value in matching[name]]
     rows(console, matching, format, f"{run.config.run.name}, iteration {chosen}: {which}")
     if format == "table":
         for line in _left_out(run, chosen, trajectories):
             console.print(line, highlight=False, soft_wrap=True)
+
+
+def _without_patches(text: str) -> str:
+    """Folds each run of an image's tokens."""
+    parts = parts_of(text, None)
+    return "".join(f"[{counted(part.tokens, 'token')} of an image]" if part.tokens else part.text for part in parts)
+
+
+def _length(cell: object) -> int:
+    """Returns the number of values in a cell of a list; 0 if it is null."""
+    return len(cell) if isinstance(cell, Sized) else 0
 
 
 def show_timeline(console: Console, run: Run, row_id: str, iteration: int | None, format: str) -> None:

@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-from ratchet.flows.ui.documents import CLIP, Bar, Filter, Order, Trajectories, TrajectoryLine
+from ratchet.flows.ui.documents import CLIP, THUMBNAILS, Bar, Filter, Order, Trajectories, TrajectoryLine
 from ratchet.infra.runs.sql import DataFile, FileTable, Statement, Tables
 from ratchet.infra.runs.statements import SQLProcess, StatementFailed
 from ratchet.infra.store.log import Corrupt, read_verified
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import ObjectRef
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.schema import trajectory_of
+from ratchet.rlhf.schema import IMAGES, trajectory_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,6 +52,7 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
     columns = tables.columns.get("trajectories")
     if columns is None:
         return Trajectories(lines=[], scores=[], lengths=[], matching=0, total=0, damages=[])
+    images = "coalesce(images, [])" if IMAGES in columns else "[]::VARCHAR[]"
     score, length = "score" if "score" in columns else "NULL::FLOAT", "len(response_ids)"
     conditions: list[str] = []
     parameters: dict[str, str | float] = {}
@@ -78,7 +79,9 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
         for column in ("trajectory_id", "prompt_id", "finish_reason", "response")
     )
     listed = (
-        f"SELECT iteration, {score} AS score, {length} AS length, {texts}, count(*) OVER () AS matching FROM filtered "
+        f"SELECT iteration, {score} AS score, {length} AS length, {texts}, "
+        f"{images}[1:{THUMBNAILS}] AS images, greatest(len({images}) - {THUMBNAILS}, 0) AS more_images, "
+        f"count(*) OVER () AS matching FROM filtered "
         f"WHERE {where} ORDER BY {ORDERS[wanted.order]}, iteration DESC, trajectory_id LIMIT {LISTED}"
     )
     drawn = () if wanted.prompt_id or wanted.like else (score, length)  # a group needs no histogram
@@ -95,6 +98,7 @@ def _matching(child: SQLProcess, tables: Tables, wanted: Filter) -> Trajectories
     frame = frame.rename(columns={"trajectory_id": "id"}).astype({"score": object, "length": object})
     for name in ("score", "length"):
         frame[name] = frame[name].where(frame[name].notna(), None)
+    frame["images"] = frame["images"].map(list)
     count = int(frame["matching"][0]) if len(frame) else 0
     lines = [TrajectoryLine.model_validate(row) for row in frame.drop(columns="matching").to_dict("records")]
     bars = [[Bar.model_validate(bar) for bar in histogram.to_dict("records")] for histogram in histograms]

@@ -16,6 +16,8 @@ from ratchet.flows.alerts import Alert, Metrics, alerts_of
 from ratchet.flows.shown_metrics import REPORT, shown_in
 from ratchet.infra.progress import note
 from ratchet.infra.runs.listing import State, state_of
+from ratchet.infra.runs.pictures import Picture
+from ratchet.infra.runs.placeholders import Fold, Part, first_images, folds_of, parts_of
 from ratchet.infra.runs.run import OnDamage, Run
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.records import Fork, StageCommit
@@ -25,6 +27,7 @@ from ratchet.rlhf.config import ModelConfig
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.metrics import BY_NAME, STEP, VALIDATION, stderr_of
 from ratchet.rlhf.models.tokenizers import reading_tokenizer
+from ratchet.rlhf.schema import IMAGES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,6 +62,8 @@ STDERRS = "val-aux/"
 """Prefix of validation metrics that are drawn with others, not as curves of their own."""
 CLIP = 600
 """Largest number of characters of a response in a list."""
+THUMBNAILS = 4
+"""Largest number of images of a trajectory in a list."""
 
 
 class Document(BaseModel):
@@ -110,6 +115,10 @@ class TrajectoryLine(Document):
     finish_reason: str
     response: str
     """The first `CLIP` characters."""
+    images: list[str] = []
+    """The digests of the first `THUMBNAILS` images."""
+    more_images: int = 0
+    """The number of the others."""
 
 
 class Bar(Document):
@@ -130,6 +139,15 @@ class Trajectories(Document):
     total: int
     damages: list[str]
     """Data that could not be read, and is left out."""
+
+
+class ImageView(Document):
+    """An image of a trajectory."""
+
+    digest: str
+    told: str
+    """What it is, such as ``56×56 PNG, 1.2 kB, 3f2a1b4c``; or why it cannot be shown."""
+    is_shown: bool = True
 
 
 class TrajectoryDocument(Document):
@@ -154,6 +172,12 @@ class TrajectoryDocument(Document):
     quantities: dict[str, list[float | None]]
     scales: dict[str, tuple[float, float]]
     """The values of full colour of each quantity, so that trajectories can be compared."""
+    images: list[ImageView] = []
+    prompt_parts: list[Part] = []
+    response_parts: list[Part] = []
+    """Prompt and response with folded runs of tokens for images; empty if there is none."""
+    folds: list[Fold] = []
+    """The same of `tokens`."""
 
     def line(self) -> TrajectoryLine:
         return TrajectoryLine(
@@ -164,6 +188,8 @@ class TrajectoryDocument(Document):
             length=self.length,
             finish_reason=self.finish_reason,
             response=self.response[:CLIP],
+            images=[image.digest for image in self.images[:THUMBNAILS]],
+            more_images=len(self.images[THUMBNAILS:]),
         )
 
 
@@ -310,7 +336,11 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def trajectory(
-    row: Row, decode: Decode | None, scales: Mapping[str, tuple[float, float]], rows: Sequence[Row] = ()
+    row: Row,
+    decode: Decode | None,
+    scales: Mapping[str, tuple[float, float]],
+    rows: Sequence[Row] = (),
+    look: Callable[[str], ImageView] | None = None,
 ) -> TrajectoryDocument:
     """Describes a trajectory.
 
@@ -319,28 +349,54 @@ def trajectory(
         decode: Decodes tokens; None: they are not shown.
         scales: The values of full colour of each quantity.
         rows: All rows of the trajectory, if an agent had several conversations.
+        look: Looks at an image by its digest; None: images are not shown.
     """
     known_ids = _present(row.get("response_ids"))
     ids = () if known_ids is None else tuple(int(token) for token in known_ids)
     quantities = {name: [_number(x) for x in values] for name, values in quantities_of(row).items()}
     told = timeline(rows or [row])
+    images = [] if look is None else [look(str(digest)) for digest in image_digests(row)]
+    prompt, response = _text(row["prompt"]), row["response"]
+    tokens = token_texts(ids, decode) if known_ids is not None and decode is not None else None
+    shown = response if tokens is None else "".join(tokens)
+    in_prompt, in_response = first_images(prompt, shown, len(images))
     return TrajectoryDocument(
         id=row["trajectory_id"],
         prompt_id=row["prompt_id"],
         iteration=int(row["iteration"]),
-        prompt=_text(row["prompt"]),
-        response=row["response"],
+        prompt=prompt,
+        response=response,
         ground_truth=_text(row.get("ground_truth")),
         finish_reason=_text(row["finish_reason"]),
         score=_number(row.get("score")),
         parts={name: _number(value) for name, value in (_present(row.get("reward_parts")) or {}).items()},
         timeline=told if told.errors or any(part.turns for part in told.conversations) else None,
         errors=[text for name in ("rollout_error", "reward_error") if (text := _text(row.get(name)))],
-        tokens=token_texts(ids, decode) if known_ids is not None and decode is not None else None,
+        tokens=tokens,
         length=None if known_ids is None else len(ids),
         quantities=quantities,
         scales={name: scales[name] for name in quantities if name in scales},
+        images=images,
+        prompt_parts=_folded(prompt, in_prompt) if images else [],
+        response_parts=_folded(response, in_response) if images else [],
+        folds=folds_of(tokens, in_response) if images and tokens is not None else [],
     )
+
+
+def image_digests(row: Row) -> list[str]:
+    """Returns the digests of the images of a row, in their order."""
+    digests = _present(row.get(IMAGES))
+    return [] if digests is None else list(digests)
+
+
+def image_view(digest: str, seen: Picture | str) -> ImageView:
+    """Describes an image, or says why it cannot be shown; see `described`."""
+    return ImageView(digest=digest, told=str(seen), is_shown=isinstance(seen, Picture))
+
+
+def _folded(text: str, first: int | None) -> list[Part]:
+    parts = parts_of(text, first)
+    return parts if any(part.tokens for part in parts) else []
 
 
 def quantities_of(row: Row) -> dict[str, np.ndarray[Any, Any]]:

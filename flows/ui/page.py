@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 
 STATIC = Path(__file__).parent / "static"
-MODULES = ("dom", "address", "histograms", "source", "charts", "plot", "runs", "timeline", "trajectories")
+MODULES = ("dom", "address", "histograms", "source", "images", "charts", "plot", "runs", "timeline", "trajectories")
 """Modules that others import, as `ui/<module>`."""
 
 
@@ -26,7 +26,7 @@ def live_policy() -> str:
     digest = base64.b64encode(hashlib.sha256(import_map.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 

@@ -29,9 +29,11 @@ from ratchet.flows.ui import browsing
 from ratchet.flows.ui.documents import (
     Decode,
     Filter,
+    ImageView,
     RunView,
     TrajectoryDocument,
     decoder,
+    image_view,
     run_view,
     scales_of,
     trajectory,
@@ -39,10 +41,12 @@ from ratchet.flows.ui.documents import (
 from ratchet.flows.ui.page import STATIC, live_page, live_policy
 from ratchet.infra.execution.claims import run_url
 from ratchet.infra.runs.listing import RunSummary, is_driven, runs_of
+from ratchet.infra.runs.pictures import Picture, described, shown
 from ratchet.infra.runs.query import tables_of
 from ratchet.infra.runs.run import Run, open_run, run_names
 from ratchet.infra.runs.sql import Tables
 from ratchet.infra.runs.statements import SQLLimits, SQLProcess, Statements
+from ratchet.infra.store.images import Images
 from ratchet.infra.store.log import Corrupt, slot_key
 from ratchet.infra.store.records import sha256_of
 from ratchet.rlhf.errors import RatchetError, UserError
@@ -59,6 +63,16 @@ RETRY_S = 1
 """Seconds after which a refused request may be repeated."""
 KEPT_SCALES = 64
 """Number of iterations of a run whose scales are kept."""
+KEPT_PICTURES = 4096
+"""Number of images of a run whose descriptions are kept."""
+THUMBNAIL_SIDE = 96
+"""Longest side of an image in a list, in pixels."""
+IMAGE_HEADERS = {
+    "Cache-Control": "private, max-age=31536000, immutable",  # its address is that of its content
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src 'self'; sandbox",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""Headers of an image, which came from a dataset or an environment that is not trusted."""
 
 
 class Busy(RatchetError):
@@ -74,6 +88,8 @@ class Opened:
         self.lock = threading.Lock()
         """Held while the log, indexes and manifests are read, since reading the log changes the state; never while a
         statement runs."""
+        self.images = Images(self.run.store.objects)
+        self._pictures: dict[str, Picture] = {}
         self._scales: dict[tuple[int, str], dict[str, tuple[float, float]]] = {}
         self._metrics: list[Metrics] = []
         self._damages: dict[str, None] = {}
@@ -128,7 +144,14 @@ class Opened:
             newest = list(self._scales.items())[1 - KEPT_SCALES :]
             self._scales = dict([*newest, ((iteration, version), scales_of(sample))])
         decode = None if row["response_ids"] is None else self._decode
-        return trajectory(row, decode, self._scales[iteration, version], rows)
+        return trajectory(row, decode, self._scales[iteration, version], rows, self._look)
+
+    def _look(self, digest: str) -> ImageView:
+        """Describes an image, which is read once."""
+        seen = self._pictures.get(digest) or described(self.images, digest)
+        if isinstance(seen, Picture):
+            self._pictures = dict([*list(self._pictures.items())[1 - KEPT_PICTURES :], (digest, seen)])
+        return image_view(digest, seen)
 
     @cached_property
     def _decode(self) -> Decode | None:
@@ -193,6 +216,13 @@ class Pages:
 
         return await self._with_child(request, single)
 
+    def image(self, request: Request) -> Response:
+        """Answers with the bytes of an image of a run, or of a smaller copy."""
+        images = self._open(request.query_params.get("run", "")).images
+        side = THUMBNAIL_SIDE if request.query_params.get("size") == "thumbnail" else None
+        image = shown(images.get(request.path_params["digest"]), side)
+        return Response(image.data, media_type=image.media_type, headers=IMAGE_HEADERS)
+
     async def _with_child(self, request: Request, answer: Callable[[SQLProcess], Response]) -> Response:
         """Answers with a process that runs statements, which ends if the client leaves. Raises `Busy`."""
         if self._asking == AT_ONCE:
@@ -237,6 +267,7 @@ def app(store_url: str, host: str = "127.0.0.1", limits: SQLLimits = LIMITS) -> 
             Route("/api/run", pages.run),
             Route("/api/trajectories", pages.trajectories),
             Route("/api/trajectory", pages.trajectory),
+            Route("/images/{digest}", pages.image),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[
@@ -334,7 +365,7 @@ class _Guard:
         if scope["type"] == "http":
             request = Request(scope)
             foreign = request.headers.get("sec-fetch-site") not in (None, "same-origin", "none")
-            if foreign and request.url.path.startswith("/api/"):
+            if foreign and request.url.path.startswith(("/api/", "/images/")):
                 app = JSONResponse({"error": "only the page itself may ask for this"}, status_code=403)
         await app(scope, receive, send_safely)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Union, cast
 
@@ -13,10 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ratchet.infra.observe.images import with_digests
+from ratchet.infra.runs.placeholders import runs_in
 from ratchet.infra.store.run_store import CLOSE, JOURNAL, VALIDATE
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.errors import UserError, counted, in_one_line
-from ratchet.rlhf.schema import PARTS, TRAJECTORY, branch_id
+from ratchet.rlhf.schema import IMAGES, PARTS, TRAJECTORY, branch_id
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,7 +83,7 @@ def check_names(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
             raise UserError(f"stage {stage}, row {number} has no {' and no '.join(one_of)}")
 
 
-def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) -> pa.Table:
+def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str, put: Callable[[bytes], str]) -> pa.Table:
     """Makes the columns of `generate`, or of a validation.
 
     Args:
@@ -89,6 +91,7 @@ def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) ->
             one the same prompt, are a group. Rows with a `branch` above 0 are further conversations of the trajectory
             before them in their group.
         source: the `data_source` of rows that have none.
+        put: stores the bytes of an image, and returns their digest.
 
     Raises:
         UserError: a value has the wrong type; the message names the row and the column.
@@ -97,12 +100,17 @@ def generated(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) ->
     samples: Counter[int] = Counter()
     completed = []
     for number, row in enumerate(rows):
-        own = {name: value for name, value in row.items() if value is not None and name != "trajectory_id"}
+        given_values = {name: value for name, value in row.items() if value is not None and name != "trajectory_id"}
+        own = with_digests(given_values, put, f"stage {GENERATE}, row {number}")
         prompt = own.get("messages", own.get("prompt"))
         is_text = isinstance(prompt, str) and "messages" not in own
         messages = _messages(prompt, is_text, f"stage {GENERATE}, row {number}")
         shown = own["prompt"] if isinstance(own.get("prompt"), str) else _rendered(messages)
-        key = str(own["prompt_id"]) if "prompt_id" in own else _json([prompt, own.get("prompt_ids")])
+        key = (
+            str(own["prompt_id"])
+            if "prompt_id" in own
+            else _json([prompt, own.get("prompt_ids"), _of_prompt(own.get(IMAGES), shown)])
+        )
         group = groups.setdefault(key, len(groups))
         branch = given if isinstance(given := own.get("branch"), int) else 0
         if branch and not samples[group]:
@@ -287,6 +295,12 @@ def _rendered(messages: Iterable[Mapping[str, Any]] | None) -> str | None:
         return None
     texts = [message.get("content") for message in messages]
     return "\n".join(text if isinstance(text, str) else _json(text) for text in texts if text is not None)
+
+
+def _of_prompt(images: Sequence[str] | None, prompt: str | None) -> Sequence[str]:
+    """Returns the images that a prompt shows: as many as its text has places for, or all if it has none."""
+    places = len(runs_in(prompt or ""))
+    return (images or ())[: places or None]
 
 
 def _json(value: Any) -> str:

@@ -34,6 +34,7 @@ from ratchet.infra.observe.rows import (
 )
 from ratchet.infra.runs.forks import fork
 from ratchet.infra.store.clock import now
+from ratchet.infra.store.images import Images
 from ratchet.infra.store.log import RunLog
 from ratchet.infra.store.manifest import Fingerprint, Manifest
 from ratchet.infra.store.object_store import ObjectStore, StoreUnavailable
@@ -213,7 +214,7 @@ class StepWriter:
         if self.store.state.iteration > iteration:  # an earlier call has committed it after all
             return
         own = {**step.metrics, STEP: float(step.number)}
-        self._write(iteration, _tables(step, iteration, self.source), step.digest, own)
+        self._write(iteration, _tables(step, iteration, self.source, Images(self.store.objects).put), step.digest, own)
         self.store.close(self._committed_metrics(iteration) | own, has_stages=bool(step.stages))
 
     def validate(self, validation: Validation) -> None:
@@ -226,7 +227,8 @@ class StepWriter:
                 number = self._step_of(iteration - 1) if iteration else BEFORE
             self.store.close(self._committed_metrics(iteration) | {STEP: float(number)})
             iteration += 1
-        table = _validation_table(validation.rows, iteration, self.source)
+        put = Images(self.store.objects).put
+        table = _validation_table(validation.rows, iteration, self.source, put)
         self._write(iteration, {VALIDATE: table}, validation.digest)
 
     def _committed_metrics(self, iteration: int) -> dict[str, float]:
@@ -319,13 +321,13 @@ def _tell(text: str) -> None:
     print(f"ratchet: {text}", file=sys.stderr, flush=True)
 
 
-def _tables(step: Step, iteration: int, source: str) -> dict[str, pa.Table]:
+def _tables(step: Step, iteration: int, source: str, put: Callable[[bytes], str]) -> dict[str, pa.Table]:
     tables: dict[str, pa.Table] = {}
     ids: list[str] = []
     tokens: list[int | None] = []
     for stage, rows in step.stages.items():
         if stage == GENERATE:
-            table = generated(rows, iteration, source)
+            table = generated(rows, iteration, source, put)
             ids = table["trajectory_id"].to_pylist()
             has_tokens = "response_ids" in table.column_names
             tokens = pc.list_value_length(table["response_ids"]).to_pylist() if has_tokens else [None] * len(ids)
@@ -335,9 +337,11 @@ def _tables(step: Step, iteration: int, source: str) -> dict[str, pa.Table]:
     return tables
 
 
-def _validation_table(rows: Sequence[Mapping[str, Any]], iteration: int, source: str) -> pa.Table:
+def _validation_table(
+    rows: Sequence[Mapping[str, Any]], iteration: int, source: str, put: Callable[[bytes], str]
+) -> pa.Table:
     scored = ("score", "reward_parts", "reward_error")
-    table = generated([{k: v for k, v in row.items() if k not in scored} for row in rows], iteration, source)
+    table = generated([{k: v for k, v in row.items() if k not in scored} for row in rows], iteration, source, put)
     ids = table["trajectory_id"].to_pylist()
     scores = aligned(SCORE, [{k: row.get(k) for k in scored if k in row} for row in rows], ids, [None] * len(ids))
     for name in scores.column_names:

@@ -16,6 +16,7 @@ import pyarrow as pa
 from ratchet.infra.execution.claims import run_url
 from ratchet.infra.execution.standing import is_fit
 from ratchet.infra.progress import note
+from ratchet.infra.store.images import Images
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.manifest import Checkpoint
 from ratchet.infra.store.object_store import LocalBackend, ObjectStore
@@ -273,6 +274,17 @@ class Run:
             if frame is not None:
                 frames.append(frame.assign(iteration=iteration))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+    def image(self, digest: str) -> bytes:
+        """Returns the encoded bytes of an image, such as a PNG, as they were given.
+
+        Args:
+            digest: from the column `images` of a trajectory.
+
+        Raises:
+            UserError: `digest` is no digest, or the image is missing or damaged.
+        """
+        return Images(self.store.objects).get(digest)
 
     def served(self, damaged: OnDamage = refuse) -> pd.DataFrame:
         """Returns the answers of `ratchet serve`, one row each; docs/columns.md describes the columns."""

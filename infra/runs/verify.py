@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,12 +12,15 @@ from functools import partial
 from ratchet.infra.execution.claims import run_json, run_json_is_readable
 from ratchet.infra.progress import StepProgress, report
 from ratchet.infra.runs.run import no_run
-from ratchet.infra.runs.vacuum import KEPT, Reached
+from ratchet.infra.runs.vacuum import KEPT, Reached, images_of
 from ratchet.infra.store import judge_answers
 from ratchet.infra.store.chain import AT_ONCE, Broken, Chain, last_slot
+from ratchet.infra.store.images import FOLDER, Images, digest_in
 from ratchet.infra.store.log import TAIL, Corrupt
 from ratchet.infra.store.records import ObjectRef
 from ratchet.infra.store.run_store import RunStore, is_served, is_written, served_digest
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.schema import IMAGES
 
 RANGE = 2**24
 """Bytes per read."""
@@ -68,11 +71,15 @@ def verify(store: RunStore) -> Iterator[Finding]:
             digests |= {file.key: file.sha256 for file in store.checkpoint(ref).files.values()}
     digests |= {key: served_digest(key) for key in keys if is_served(key)}
     yield from _objects(store, digests)
+    images, are_all = _named_images(reached)
+    yield from _images(store, sorted(images), keys)
+    if not are_all or reached.is_at_work(keys):  # `ratchet vacuum` leaves all images alone
+        images |= {digest for key in keys if (digest := digest_in(key)) is not None}
     yield from _beside_the_log(store)
     yield from _answers(store, [key for key in keys if key.startswith(judge_answers.FOLDER)])
     for key in keys:
         # with a damaged log it is unknown which objects are referenced
-        if is_whole and key not in digests and not key.startswith(KEPT):
+        if is_whole and key not in digests and not key.startswith(KEPT) and digest_in(key) not in images:
             means = (
                 "`ratchet vacuum` deletes it" if is_written(key) else "Ratchet did not write it, and leaves it alone"
             )
@@ -88,6 +95,38 @@ def _objects(store: RunStore, digests: dict[str, str]) -> Iterator[Finding]:
                 report(StepProgress(what="objects", done=done, total=len(digests)))
             if digest != digests[key]:
                 yield Finding(key, "is gone" if digest is None else "is damaged", _means(key))
+
+
+def _named_images(reached: Reached) -> tuple[set[str], bool]:
+    """Returns the digests that rows name, and False if rows are missing or damaged."""
+    images: set[str] = set()
+    are_all = True
+    for rows in reached.rows_with_images([IMAGES]):
+        if isinstance(rows, Corrupt):
+            are_all = False
+        else:
+            images |= images_of(rows)
+    return images, are_all
+
+
+def _images(store: RunStore, images: Sequence[str], keys: Sequence[str]) -> Iterator[Finding]:
+    """Checks the images that rows name, several at a time; an ancestor of a fork may have them."""
+    there, stored = set(keys), Images(store.objects)
+
+    def what_is_wrong(digest: str) -> str | None:
+        key = f"{FOLDER}{digest}"
+        if key in there:
+            return None if _digest(store, key) == digest else "is damaged"
+        try:
+            stored.get(digest)
+        except UserError:
+            return "is gone"
+        return None
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for digest, what in zip(images, pool.map(what_is_wrong, images), strict=True):
+            if what is not None:
+                yield Finding(f"{FOLDER}{digest}", what, _means(FOLDER))
 
 
 def _digest(store: RunStore, key: str) -> str | None:
@@ -110,6 +149,7 @@ def _means(key: str) -> str:
         "manifests": "this stage cannot be read, forked at or replayed; the run resumes if the iteration is closed",
         "index": "the iterations of its page cannot be read; resuming needs the newest index",
         "metrics": "the metrics of this iteration are lost; the run resumes",
+        "images": "trajectories with this image cannot be shown whole, exported or trained on again",
         "canaries": "this check of the rollout's weights cannot be looked at; the run resumes",
         "served": "answers of `ratchet serve` are lost; the run resumes",
         "checkpoints": "this snapshot cannot be loaded: resuming from it is refused",

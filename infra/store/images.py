@@ -15,7 +15,7 @@ from ratchet.infra.store.records import sha256_of
 from ratchet.rlhf.errors import UserError
 
 FOLDER = "images/"
-_DIGEST = re.compile("[0-9a-f]{64}")
+DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Images:
@@ -70,7 +70,7 @@ def key_of(digest: str) -> str:
 
 def is_digest(text: str) -> bool:
     """True if a text has the form of a digest."""
-    return _DIGEST.fullmatch(text) is not None
+    return DIGEST.fullmatch(text) is not None
 
 
 def digest_in(key: str) -> str | None:

@@ -573,6 +573,7 @@ _WRITTEN = re.compile(
             rf"canaries/\d+\.{_TAG}\.parquet",
             rf"metrics/iteration=\d+\.{_TAG}\.parquet",
             rf"index/\d+\.{_TAG}\.json",
+            r"images/[0-9a-f]{64}",
             rf"checkpoints/[^/]+/\d+\.{_TAG}/"
             r"(manifest|state|(adapter_)?(config|model|optimizer))[-\w]*\.(safetensors|json|safetensors\.index\.json)",
         )

@@ -100,10 +100,14 @@ class ModelConfig(Section):
         "(extra liger, GPUs)",
     )
     lora: LoRAConfig | None = Field(None, description="train adapters (extra lora); null: train all weights")
+    freeze_vision: bool = Field(
+        True, description="whether the vision tower of a vision-language model, with its projector, keeps its weights"
+    )
     chat_template: str | None = Field(None, description="Jinja file of the chat template; null: the tokenizer's own")
     chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
         {}, description="variables of the chat template, such as {enable_thinking: false}"
     )
+    freeze_vision: bool = Field(True, description="whether the vision tower keeps its weights")
     trust_remote_code: bool = Field(False, description="run Python code from the model's repository")
     args: dict[str, JsonValue] = Field(
         {},

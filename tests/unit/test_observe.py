@@ -24,6 +24,7 @@ from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.runs.verify import verify
 from ratchet.infra.store.log import Fenced
 from ratchet.infra.store.object_store import LocalBackend, ObjectStore
+from ratchet.infra.store.records import sha256_of
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.metrics import STEP
 from tests.bare_run import claimed
@@ -91,7 +92,7 @@ def test_a_step(start: Callable[..., ObservedRun], store: str) -> None:
 
 def test_groups_are_those_of_equal_prompts_or_of_prompt_id() -> None:
     def groups(*rows: dict[str, Any]) -> list[str]:
-        table = generated([{"response": "", **row} for row in rows], 0, "mine")
+        table = generated([{"response": "", **row} for row in rows], 0, "mine", sha256_of)
         return [id_.removeprefix("it000000-") for id_ in table["trajectory_id"].to_pylist()]
 
     chat = [{"role": "user", "content": "a"}]
@@ -169,7 +170,7 @@ def test_the_order_of_a_step(start: Callable[..., ObservedRun]) -> None:
 )
 def test_types_are_checked_with_the_row(row: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=f"stage generate, {says}"):
-        generated([{"response": "a"}, {"response": "b", **row}], 0, "mine")
+        generated([{"response": "a"}, {"response": "b", **row}], 0, "mine", sha256_of)
 
 
 def test_rows_of_other_stages_are_matched() -> None:
@@ -420,7 +421,7 @@ def test_any_rows_are_stored_as_they_are(rows: list[dict[str, Any]], are_arrays:
         given_rows = [
             {k: np.array(v, arrays[k]) if k in arrays and v is not None else v for k, v in row.items()} for row in rows
         ]
-    table = generated(given_rows, 3, "mine")
+    table = generated(given_rows, 3, "mine", sha256_of)
     for row, out in zip(rows, table.to_pylist(), strict=True):
         for name, value in row.items():
             if name == "prompt_id":

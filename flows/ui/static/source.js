@@ -42,6 +42,11 @@ class Server {
   async trajectory(run, iteration, id) {
     return (await this.#ask("trajectory", {run, iteration, id})).json();
   }
+
+  /** The address of an image, or of a small copy. */
+  image(run, digest, isThumbnail = false) {
+    return `images/${encodeURIComponent(digest)}?${new URLSearchParams(isThumbnail ? {run, size: "thumbnail"} : {run})}`;
+  }
 }
 
 /** Tokens, or characters where the tokens are unknown. */
@@ -55,12 +60,24 @@ const ORDERS = {
   newest: (a, b) => b.iteration - a.iteration || ORDERS.best(a, b),
 };
 
+const THUMBNAILS = 4;  // of a trajectory in a list
+
+/** A trajectory as it is in a list. */
+const line = trajectory => ({...trajectory, images: trajectory.images.slice(0, THUMBNAILS).map(({digest}) => digest),
+  more_images: trajectory.images.slice(THUMBNAILS).length});
+
 class Report {
   live = false;
 
   constructor(data) {
     this.written = data.written;
     this.all = data.runs;
+    this.images = data.images;
+  }
+
+  /** An image of the report, as a data URL; null if it was left out. */
+  image(run, digest) {
+    return this.images[digest] ?? null;
   }
 
   #of(name) {
@@ -89,7 +106,7 @@ class Report {
       && [trajectory.prompt, trajectory.response, trajectory.ground_truth]
         .some(part => part.toLowerCase().includes((text ?? "").toLowerCase()))
     ).sort((a, b) => ORDERS[order || "best"](a, b) || b.iteration - a.iteration || (a.id < b.id ? -1 : 1));
-    return {lines, scores: bars(lines.map(({score}) => score)), lengths: bars(lines.map(({length}) => length).filter(length => length !== null)),
+    return {lines: lines.map(line), scores: bars(lines.map(({score}) => score)), lengths: bars(lines.map(({length}) => length).filter(length => length !== null)),
       matching: lines.length, total: all.length, damages: []};
   }
 

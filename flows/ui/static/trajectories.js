@@ -4,6 +4,7 @@ import {read, write} from "ui/address";
 import * as histograms from "ui/histograms";
 import {at, damages, make, number, options} from "ui/dom";
 import {isOpen} from "ui/runs";
+import {chip, figures, short, thumbnails} from "ui/images";
 import {source} from "ui/source";
 import {timeline} from "ui/timeline";
 
@@ -126,7 +127,8 @@ const tokens = ({length}) => length === null ? "" : `${length} tokens`;
 function button(line, pressed, named) {
   const facts = [`score ${number(line.score)}`, named && `iteration ${line.iteration}`, tokens(line), line.finish_reason].filter(Boolean);
   const element = make("button", {type: "button", "aria-pressed": String(pressed), "data-id": line.id},
-    make("div", {className: "dim"}, facts.join(" · ")), make("div", {className: "clip"}, line.response || "(empty)"));
+    make("div", {className: "dim"}, facts.join(" · ")), ...thumbnails(line, run().name),
+    make("div", {className: "clip"}, short(line.response) || "(empty)"));
   element.onclick = () => choose(line.id);
   return element;
 }
@@ -297,10 +299,11 @@ function shade(value, name, [low, high]) {
 function paint(place, trajectory, name) {
   const range = trajectory.scales[name] ?? [-1, 1];
   const values = trajectory.quantities[name] ?? [];
-  place.querySelectorAll(".token").forEach((token, index) => {
-    token.style.backgroundColor = shade(values[index], name, range);
-    token.title = `${name} ${number(values[index])}`;
-  });
+  for (const token of place.querySelectorAll(".token")) {
+    const value = values[token.dataset.index];
+    token.style.backgroundColor = shade(value, name, range);
+    token.title = `${name} ${number(value)}`;
+  }
   const steps = [0, .25, .5, .75, 1].map(share => shade(range[0] + share * (range[1] - range[0]), name, range));
   const bar = make("i");
   bar.style.background = `linear-gradient(to right, ${steps.join(", ")})`;
@@ -331,14 +334,20 @@ function reader(place, trajectory, name, isMain) {
       controls.append(select);
     }
     controls.append(make("span", {className: "dim range"}));
-    trajectory.tokens.forEach((text, index) => {
-      const token = make("span", {className: text.includes("\n") ? "token break" : "token"}, text);
-      token.dataset.index = index;
-      response.append(token);
-    });
-    inspect(response, told, trajectory);
+    const folds = new Map(trajectory.folds.map(fold => [fold.start, fold]));
+    const shown = [];  // the element of each token
+    for (let index = 0; index < trajectory.tokens.length; index = shown.length) {
+      const fold = folds.get(index);
+      const text = trajectory.tokens[index];
+      const element = fold ? chip(place, fold.image, fold.end - fold.start)
+        : make("span", {className: text.includes("\n") ? "token break" : "token"}, text);
+      element.dataset.index = index;
+      response.append(element);
+      for (let token = index; token < (fold?.end ?? index + 1); token++) shown.push(element);
+    }
+    inspect(response, told, trajectory, shown);
   } else {
-    response.textContent = trajectory.response;
+    response.append(...folded(place, trajectory.response, trajectory.response_parts));
     const why = trajectory.length !== null && !trajectory.tokens ? ["tokens are not coloured: the run's tokenizer was not found"] : [];
     controls.append(...why.map(text => make("span", {className: "dim"}, text)));
   }
@@ -348,21 +357,27 @@ function reader(place, trajectory, name, isMain) {
   place.replaceChildren(
     make("h3", {}, `${trajectory.id} of ${name}`),
     make("dl", {}, ...facts.flatMap(([fact, value]) => [make("dt", {}, fact), make("dd", {}, value)])),
-    make("h4", {}, "prompt"), make("pre", {className: "prompt"}, trajectory.prompt),
+    ...(trajectory.images.length ? [make("h4", {}, "images"), figures(trajectory.images, name)] : []),
+    make("h4", {}, "prompt"), make("pre", {className: "prompt"}, ...folded(place, trajectory.prompt, trajectory.prompt_parts)),
     ...turns,
     make("h4", {}, "response"), controls, response, told);
   if (coloured) paint(place, trajectory, colour);
   if (focused && isMain) at("quantity")?.focus();
 }
 
+/** A text, with a chip for each run of tokens of an image. */
+function folded(place, text, parts) {
+  return parts.length ? parts.map(part => part.tokens ? chip(place, part.image, part.tokens) : part.text) : [text];
+}
+
 /** Tell the numbers of a token under the mouse, or of the one to which the arrow keys have gone. */
-function inspect(response, told, trajectory) {
+function inspect(response, told, trajectory, shown) {
   let place = -1;
   const tell = index => {
     if (!(index >= 0 && index < trajectory.tokens.length)) return;
-    response.children[place]?.classList.remove("chosen");
+    shown[place]?.classList.remove("chosen");
     place = index;
-    response.children[place].classList.add("chosen");
+    shown[place].classList.add("chosen");
     const numbers = Object.entries(trajectory.quantities).map(([name, values]) => `${name} ${number(values[index])}`);
     told.textContent = [`token ${index} ${JSON.stringify(trajectory.tokens[index])}`, ...numbers].join(" · ");
   };

@@ -14,7 +14,7 @@ from typing import Any
 from ratchet.infra.observe.sources.lines import complete_lines, is_cut, parsed
 from ratchet.infra.observe.sources.source import Content, Unit, content_of
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import IMAGES, TRAJECTORY
 
 ITERATION = "iteration"
 SPLIT = "split"
@@ -43,7 +43,9 @@ class JSONLines:
         self._files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not self._files or not all(file.is_file() for file in self._files):
             raise UserError(f"{path}: there are no JSON lines (a file, or a folder of *.jsonl)")
-        known = {ITERATION, SPLIT, *(column.name for column in TRAJECTORY.columns)}
+        known = {ITERATION, SPLIT, *(column.name for column in TRAJECTORY.columns)} - {
+            IMAGES
+        }  # those in files are paths
         if unknown := [name for name in mapping if name not in known]:
             raise UserError(f"--map {unknown[0]}=…: there is no such column; columns are {', '.join(sorted(known))}")
         self._mapping = dict(mapping)

@@ -11,7 +11,7 @@ from typing import Any
 from ratchet.infra.observe.sources.lines import complete_lines, parsed
 from ratchet.infra.observe.sources.source import Content, Unit, content_of, others
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import IMAGES, TRAJECTORY
 
 Place = tuple[float, Path, int, int, int]
 """A line: its time, file, number, position and size."""
@@ -79,5 +79,6 @@ def _read(places: Sequence[Place]) -> Content:
         with file.open("rb") as opened:
             opened.seek(position)
             rows.append(parsed(opened.read(size), f"{file}, line {number}"))
-    columns = [{name: value for name, value in row.items() if name in TRAJECTORY} for row in rows]
-    return content_of(columns, [others({name: row[name] for name in row if name not in TRAJECTORY}) for row in rows])
+    known = {column.name for column in TRAJECTORY.columns} - {IMAGES}  # images in files are paths
+    columns = [{name: value for name, value in row.items() if name in known} for row in rows]
+    return content_of(columns, [others({name: row[name] for name in row if name not in known}) for row in rows])
