@@ -7,16 +7,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
-import yaml
 
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.rlhf.data.images import digest_of
 from tests.integration.test_cli import Ratchet, ratchet  # noqa: F401  (a fixture)
-from tests.vision import EXAMPLE, SCRIPT, make_model, make_pictures
+from tests.vision import EXAMPLE, make_model, make_pictures
 
 CHANCE = 1 / 6
 
@@ -53,3 +51,34 @@ def test_pictures_are_learned_from(ratchet: Ratchet, tmp_path: Path, monkeypatch
     placeholder = runpy.run_path(str(EXAMPLE / "model.py"))["build_tokenizer"]().convert_tokens_to_ids("<|image_pad|>")
     assert frame["prompt_ids"].map(lambda ids: list(ids).count(placeholder)).eq(16).all()
     assert len(answers(run)) == 4
+
+
+def held_out(folder: Path, script: str, name: str, server: str) -> list[float]:
+    """Runs a script of the example as its users do; returns the share of right held-out answers, over the iterations."""
+    (folder / "examples").symlink_to(EXAMPLE.parent)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", f"examples/vision/{script}"],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "PREFECT_API_URL": server},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    validation = open_run(f"file://{folder}/runs/{name}").validation()
+    return [float(of["score"].mean()) for _, of in validation.groupby("iteration")]
+
+
+@pytest.mark.slow
+def test_held_out_pictures_are_read(tmp_path: Path, prefect_server: str) -> None:
+    """The whole demo."""
+    scores = held_out(tmp_path, "run.sh", "vision", prefect_server)
+    assert scores[0] < 0.75
+    assert scores[-1] > 0.9
+
+
+@pytest.mark.slow
+def test_exchanged_pictures_teach_nothing(tmp_path: Path, prefect_server: str) -> None:
+    """The control: what learns from the same answers beside other pictures reads no picture."""
+    scores = held_out(tmp_path, "control.sh", "vision-exchanged", prefect_server)
+    assert max(scores) < CHANCE + 0.1, "4 standard errors of 256 answers"
