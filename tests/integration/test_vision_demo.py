@@ -54,7 +54,7 @@ def test_pictures_are_learned_from(ratchet: Ratchet, tmp_path: Path, monkeypatch
 
 
 def held_out(folder: Path, script: str, name: str, server: str) -> list[float]:
-    """Runs a script of the example as its users do; returns the share of right held-out answers, over the iterations."""
+    """Runs a script of the example as its users do; returns the share of right held-out answers of each validation."""
     (folder / "examples").symlink_to(EXAMPLE.parent)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
