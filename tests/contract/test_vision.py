@@ -33,7 +33,7 @@ from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.rollout.hf_engine import HFRollout
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.torch_engine import TorchEngine
-from tests.vision import picture, tiny_vision_model
+from tests.vision_models import picture, tiny_vision_model
 
 CLOSE = 1e-5
 """Some roundings of logits of up to 30 in float32; a wrong picture or position moves log-probs by more than 1e-2."""
