@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import transformers
 from pydantic import BaseModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from ratchet.flows.shown_metrics import CATALOGUE
 from ratchet.infra.workers.call_log import CALL_COLUMNS
@@ -435,6 +436,29 @@ if it would generate or train wrongly.
 |---|---|---|---|---|---|
 """
 
+MODELS_VISION = """
+## Images
+
+| family | of transformers |
+|---|---|
+{rows}
+Vision-language models read images and text ([rewards.md](rewards.md#images)). They generate with `rollout.engine: hf`, and
+train with `torch` and `fsdp`, as policy, critic, reference and teacher, with adapters on the decoder. All else is refused
+by name: other engines, `sequence_parallel`, `tensor_parallel`, `kernels`, `rollout.router_replay`, agents. So are other
+families with images. `tests/contract/test_vision.py` checks, with tiny models:
+
+- Prompts have the tokens of the family's own processor, one for each patch. Lengths, budgets and packing count them, and
+  `data.truncation` never cuts a prompt with images. The processor computes with Pillow and needs no torchvision; SmolVLM's
+  needs the package num2words.
+- The log-probs of the rollout, of the trainer (padded, packed, and with shared prompts) and of transformers' model are
+  equal, with each family's positions of images. Another picture changes them.
+- The vision tower with its projector keeps its weights, unless `model.freeze_vision` is false.
+- A policy may draw the token that stands for a patch. There is no image for it: the model reads the end-of-sequence token
+  instead, in the rollout and in training.
+
+The pictures are in the run's folder once, by their sha256, which the column `images` has.
+"""
+
 MODELS_REFUSED = """
 ## Refused
 
@@ -465,6 +489,8 @@ def models() -> str:
             "yes" if kind in families.VLLM else "",
         )
         parts.append(f"| {' | '.join(cells)} |\n")
+    names = "".join(f"| `{kind}` | {MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]} |\n" for kind in families.VISION)
+    parts.append(MODELS_VISION.format(rows=names))
     parts.append(MODELS_REFUSED)
     parts += [f"- `{kind}`: {reason}\n" for kind, reason in families.UNBUILT.items()]
     for what, kinds in families.NO_TEXT_DECODERS.items():

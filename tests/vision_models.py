@@ -86,7 +86,8 @@ _QWEN_TOKENS = {
 
 
 def _idefics(kind: str, special: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    tower |= {"num_attention_heads": 2}
     tower |= {"image_size": 32, "patch_size": 8}
     text = {"model_type": "llama"} | TEXT
     sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
@@ -96,7 +97,12 @@ def _idefics(kind: str, special: Sequence[str]) -> tuple[dict[str, Any], dict[st
 
 
 def _llava(kind: str, special: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    tower = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    tower: dict[str, Any] = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+    }
     tower |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 8, "projection_dim": 32}
     values = {"text_config": {"model_type": "llama"} | TEXT, "vision_config": tower}
     size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
@@ -129,7 +135,7 @@ def tiny_vision_model(folder: Path, kind: str) -> ModelConfig:
     tokenizer.chat_template = _template(OF_IMAGES.get(kind, OF_IMAGES["qwen"]))
     tokenizer.save_pretrained(folder)
     get_image_processor_class_from_name(processor)(**sizes).save_pretrained(folder)
-    settings = {"idefics3": {"image_seq_len": 4}, "smolvlm": {"image_seq_len": 4}}.get(kind, {})
+    settings: dict[str, Any] = {"idefics3": {"image_seq_len": 4}, "smolvlm": {"image_seq_len": 4}}.get(kind, {})
     if kind == "llava":
         settings = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     if settings:

@@ -641,6 +641,5 @@ def parquet_bytes(table: pa.Table) -> bytes:
 
 def _holds_bytes(kind: pa.DataType) -> bool:
     """True for lists of structures with the field `bytes`, such as images."""
-    return (
-        pa.types.is_list(kind) and pa.types.is_struct(kind.value_type) and kind.value_type.get_field_index("bytes") >= 0
-    )
+    is_struct = pa.types.is_list(kind) and pa.types.is_struct(kind.value_type)
+    return bool(is_struct and kind.value_type.get_field_index("bytes") >= 0)

@@ -36,6 +36,7 @@ from ratchet.rlhf.data.formats import (
     SHAREGPT,
     THOUGHTS,
     Chat,
+    Message,
     Messages,
     Tools,
     question_of,
@@ -427,7 +428,7 @@ def _check_roles(messages: Messages, tokenizer: PreTrainedTokenizerBase, where: 
                 f"{where}: the chat template knows no role {role!r:.40}: {rename}, or set another model.chat_template"
             )
         mark = token_hex(16)
-        marked = [{**message, "content": mark} if message["role"] == role else message for message in messages]
+        marked = [Message(role=role, content=mark) if message["role"] == role else message for message in messages]
         if mark not in by_template(marked, tokenizer):
             raise UserError(
                 f"{where}: the chat template leaves out messages of the role {role}: set another model.chat_template, "

@@ -400,8 +400,11 @@ def is_prefix_stable(tokenizer: PreTrainedTokenizerBase) -> bool:
     """
     if not tokenizer.chat_template:
         return True
-    question, more = ({"role": "user", "content": text} for text in ("?", "more"))
-    messages = [question, {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nso"}]
+    messages: Messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nso"},
+    ]
+    more: Message = {"role": "user", "content": "more"}
     return by_template([*messages, more], tokenizer).startswith(by_template(messages, tokenizer))
 
 

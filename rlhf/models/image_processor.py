@@ -141,7 +141,7 @@ def _processor(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Proces
     folder, config = model_folder(model), model_config(model)
     kind: type[ProcessorMixin] = PROCESSOR_MAPPING[type(config)]
 
-    class Processor(kind):  # type: ignore[misc,valid-type]
+    class Processor(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: object) -> type:
             return object  # None is no video processor, and one would need torchvision
 

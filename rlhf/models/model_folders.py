@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", CONFIG, "*.safetensors.index.json")
-TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
-"""Files in a tokenizer's digest; another pattern would change the digests of stored runs."""
-OF_TOKENIZERS = (*TOKENIZER, "added_tokens.json", "*.tiktoken", "preprocessor_config.json", "processor_config.json")
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*", *PROCESSOR)
+"""Files in the digest of a tokenizer and a processor of images; another pattern would change those of stored runs."""
+OF_TOKENIZERS = (*TOKENIZER, "added_tokens.json", "*.tiktoken")
 """All files of tokenizers, and of processors of images."""
 GENERATION_CONFIG = "generation_config.json"
 WITHOUT_WEIGHTS = [CONFIG, *OF_TOKENIZERS, GENERATION_CONFIG, "*.jinja", "*.py"]

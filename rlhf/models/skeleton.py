@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,7 +88,6 @@ class Skeleton:
                 buffer.copy_(self.sources[name].whole())
 
 
-@cache
 def _without_parameters(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Returns a class of a part of a model that knows its type without parameters, in which transformers looks."""
 

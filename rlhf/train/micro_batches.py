@@ -365,12 +365,12 @@ def _positions(
         if key not in known:
             known[key] = vision.positions(ids, of_row)
         rows.append(known[key])
-    return np.concatenate(rows, axis=1).astype(np.int64)
+    return np.asarray(np.concatenate(rows, axis=1), dtype=np.int64)
 
 
 def _without_one_axis(positions: np.ndarray) -> np.ndarray:
     """Leaves out the dimension of axes, shape (axes, sequences, time), if there is only one."""
-    return positions[0] if positions.ndim == 3 and len(positions) == 1 else positions
+    return np.asarray(positions[0]) if positions.ndim == 3 and len(positions) == 1 else positions
 
 
 def _routes(part: TrajectoryBatch, read: np.ndarray) -> np.ndarray | None:

@@ -11,7 +11,7 @@ from ratchet.infra.execution.preflight.packages import is_installed
 from ratchet.infra.execution.preflight.teachers import check_teachers
 from ratchet.infra.progress import note
 from ratchet.rlhf.config import ModelConfig, RunConfig
-from ratchet.rlhf.config.engines import HFConfig, MegatronConfig, VLLMConfig
+from ratchet.rlhf.config.engines import FSDPConfig, HFConfig, MegatronConfig, TorchConfig, VLLMConfig
 from ratchet.rlhf.config.roles import ROLES, is_critic
 from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.errors import UserError
@@ -23,6 +23,7 @@ from ratchet.rlhf.models.hf_configs import (
     longest_sequence,
     text_config,
 )
+from ratchet.rlhf.models.image_processor import sees_images
 from ratchet.rlhf.models.model_folders import check_weights, model_folder
 from ratchet.rlhf.models.tokenizers import check_embeddings
 
@@ -46,6 +47,7 @@ def check_models(config: RunConfig) -> None:
         *(partial(check_unquantized, config.model_of(role)) for role in config.readers if ROLES[role].learns),
         partial(_check_heads, config),
         partial(_check_heads_of_vllm, config),
+        partial(_check_vision, config),
         partial(_check_routes_of_vllm, config),
         *(partial(_check_megatron, config, role) for role in config.readers),
         *(partial(_check_packing, config, owner) for owner in config.trainers),
@@ -84,6 +86,36 @@ def _check_policy(config: RunConfig) -> None:
         Routers.of(small, small)
     if decoding is not None and not (decoding.pads and decoding.selects):
         note(f"{named}: {decoding.said(small.config.model_type)}")
+
+
+def _check_vision(config: RunConfig) -> None:
+    """Refuses what cannot compute, or generate with, a policy that sees images."""
+    if not sees_images(config.model):
+        return
+    named, rollout, mistakes = f"model.path {config.model.path} sees images", config.rollout, list[str]()
+    if not isinstance(rollout.engine, HFConfig):
+        mistakes.append(f"{named}, and rollout.engine {rollout.engine.type} is not given any: set rollout.engine: hf")
+    if rollout.router_replay:
+        mistakes.append(f"{named}, which rollout.router_replay cannot follow: set rollout.router_replay: false")
+    if rollout.agent is not None:
+        mistakes.append(f"{named}, and an agent is not shown those of its prompt: remove rollout.agent")
+    for owner, trainer in config.trainers.items():
+        engine = trainer.engine
+        if not isinstance(engine, TorchConfig | FSDPConfig) or any(size > 1 for size in engine.teams.values()):
+            mistakes.append(
+                f"{named}, which {owner}.engine cannot split or compute: set {owner}.engine to torch or fsdp, without "
+                "sequence_parallel and tensor_parallel"
+            )
+    for key, model in config.named_models.items():
+        if model.kernels != "torch":
+            mistakes.append(
+                f"{named}, and {key}.kernels {model.kernels} is not tried with any: set {key}.kernels: torch"
+            )
+    for role in config.readers:
+        for model in config.models_of(role).values():
+            if not sees_images(model):
+                mistakes.append(f"{named}, and the {role} {model.path} does not: name a model of its family")
+    refuse(mistakes)
 
 
 def _check_sequence_parallel(config: RunConfig, role: str) -> None:
