@@ -243,8 +243,8 @@ def show(
     among = f"{count} that match, of {whole}" if where else whole
     which = f"the first {len(matching)} of {among}" if len(matching) < count else among
     if format in ("table", "md") and IMAGES in matching:
-        images = Images(run.store.objects)
-        told = cache(lambda digest: str(described(images, digest)))
+        stored = Images(run.store.objects)
+        told = cache(lambda digest: str(described(stored, digest)))
         cells = matching[IMAGES].astype(object)
         matching[IMAGES] = ["\n".join(map(told, cell)) if _length(cell) else "" for cell in cells]
     if format == "table" and not full:

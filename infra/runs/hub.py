@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ratchet.infra.runs.embedded_images import embedded, with_images
 from ratchet.infra.runs.joined_rows import SPLITS, JoinedRows
 from ratchet.infra.runs.model_card import trajectories_card
 from ratchet.infra.runs.run import CARD, LAYOUTS, Run
+from ratchet.infra.store.images import Images
 from ratchet.infra.store.records import sha256_of
 from ratchet.infra.store.run_store import parquet_bytes
 from ratchet.rlhf.errors import RatchetError, UserError, counted, in_one_line
@@ -68,7 +70,8 @@ def push(
 
 
 def push_trajectories(run: Run, repo: str, *, without: Collection[str] = (), public: bool = False) -> Pushed:
-    """Uploads the trajectories of closed iterations to a dataset repository on the hub, joined over the stages.
+    """Uploads the trajectories of closed iterations to a dataset repository on the hub, joined over the stages. The
+    column `images` has the images themselves.
 
     Each iteration is a file of the split `train`, and one of `validation` if a validation ran before it. A file that
     the repository has is not uploaded again, so a push that was interrupted continues, and a later one adds iterations.
@@ -77,7 +80,7 @@ def push_trajectories(run: Run, repo: str, *, without: Collection[str] = (), pub
         without: columns to leave out.
 
     Raises:
-        UserError: as `push`, or as `JoinedRows`.
+        UserError: as `push`, or as `JoinedRows`; or an image is missing or damaged.
         RatchetError: as `push`.
         Corrupt: an object of the run is missing or damaged.
     """
@@ -87,7 +90,7 @@ def push_trajectories(run: Run, repo: str, *, without: Collection[str] = (), pub
     _check(repo)
     if run.is_fit:
         raise UserError(f"{run.store.url} is a fit, which has no trajectories: name a run of iterations")
-    rows = JoinedRows(run, without)
+    rows, images = JoinedRows(run, without), Images(run.store.objects)
     hub, url, private = _repository(repo, "dataset", public=public)
     place = {"repo_id": url.repo_id, "repo_type": "dataset"}
     name = run.store.url.rpartition("/")[2]
@@ -107,12 +110,12 @@ def push_trajectories(run: Run, repo: str, *, without: Collection[str] = (), pub
             if (table := rows.table(iteration, split)) is None:
                 continue
             counts[split] += len(table)
-            path, data = f"data/{split}-{iteration:06d}.parquet", parquet_bytes(table)
+            path, data = f"data/{split}-{iteration:06d}.parquet", parquet_bytes(with_images(table, images))
             if there.get(path) != sha256_of(data):
                 waiting.append(CommitOperationAdd(path, data))
         if sum(operation.upload_info.size for operation in waiting) > COMMIT_BYTES or len(waiting) >= COMMIT_FILES:
             commit()
-    waiting.append(CommitOperationAdd(CARD, trajectories_card(run, rows.schema, counts, without).encode()))
+    waiting.append(CommitOperationAdd(CARD, trajectories_card(run, embedded(rows.schema), counts, without).encode()))
     commit()
     return Pushed(str(url), private)
 

@@ -114,7 +114,7 @@ def folds_of(tokens: Sequence[str], first: int | None) -> list[Fold]:
     for number, run in enumerate(runs_in("".join(tokens))):
         if first is None and run.tokens == 1:
             continue
-        inside = [place for place, start in enumerate(starts) if run.start <= start < run.end]
+        inside = [place for place, start in enumerate(starts) if run.start <= start < run.end and tokens[place]]
         if inside:
             folds.append(Fold(inside[0], inside[-1] + 1, None if first is None else first + number))
     return folds

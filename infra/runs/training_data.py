@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ratchet.infra.runs.embedded_images import with_images
 from ratchet.infra.runs.query import names
 from ratchet.infra.runs.run import Run
+from ratchet.infra.store.images import Images
 from ratchet.infra.store.run_store import ORIGIN, VALIDATE
 from ratchet.rlhf import seeding
 from ratchet.rlhf.data.formats import tools_column
@@ -25,7 +27,7 @@ from ratchet.rlhf.data.overlap import HeldOut, near_duplicates
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.data.selection import Candidate, Filter, Kind, Selection, load_filter
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.schema import MESSAGES, trajectory_of
+from ratchet.rlhf.schema import IMAGES, MESSAGES, trajectory_of
 
 COLUMNS = (
     "trajectory_id",
@@ -38,6 +40,7 @@ COLUMNS = (
     "finish_reason",
     "turns",
     "calls",
+    IMAGES,
     "rollout_error",
     "score",
     "reward_error",
@@ -72,11 +75,13 @@ class SampledPrompt:
     """Schemas of the functions that it offered, as JSON; None: none."""
     text: str
     """The prompt as the policy saw it."""
+    images: tuple[str, ...] = ()
+    """Digests of the images for the marks ``<image>`` of the messages, in order."""
 
     @property
     def is_text(self) -> bool:
         """True if the policy saw the contents unchanged, without a chat template."""
-        return self.text == self.contents
+        return self.text == self.contents and not self.images
 
     @property
     def contents(self) -> str:
@@ -146,8 +151,8 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
     holds the trajectories of one iteration, and the rows that are kept.
 
     Raises:
-        UserError: a run is named twice or is a fine-tuning run, the filter fails, or no row is left; the message says
-            what was left out.
+        UserError: a run is named twice or is a fine-tuning run, the filter fails, an image is missing or damaged, or no
+            row is left; the message says what was left out.
         Corrupt: an object of a run is missing or damaged.
     """
     run_names = names(runs)
@@ -166,7 +171,12 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
             read += len(frame)
             groups = groups_of(frame.to_dict("records"), name, iteration, left_out, keeps)
             for row in _rows(groups, chosen, left_out):
-                key = (row.question.messages, row.question.tools, *(answer.text for answer in row.answers))
+                key = (
+                    row.question.messages,
+                    row.question.tools,
+                    row.question.images,
+                    *(answer.text for answer in row.answers),
+                )
                 if key in seen:
                     left_out[Reason.DUPLICATE] += 1
                 else:
@@ -191,7 +201,10 @@ def dataset(runs: Sequence[Run], selection: Selection) -> Dataset:
             "--kind or --filter"
         )
     origin = _origin(runs, run_names, selection, digest)
-    table = _table(rows, selection.kind).replace_schema_metadata({ORIGIN: origin})
+    table = _table(rows, selection.kind)
+    stores = {name: Images(run.store.objects) for name, run in zip(run_names, runs, strict=True)}
+    table = with_images(table, [stores[row.question.run] for row in rows])
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), ORIGIN: origin})
     return Dataset(table, read, _in_order(left_out), tuple(notes))
 
 
@@ -253,7 +266,9 @@ def groups_of(
         if keeps is not None and not keeps(_candidate(trajectory, asked[0], run, iteration)):
             left_out[Reason.FILTER] += 1
             continue
-        question = SampledPrompt(run, iteration, trajectory["data_source"], *asked, trajectory["prompt"])
+        question = SampledPrompt(
+            run, iteration, trajectory["data_source"], *asked, trajectory["prompt"], _images(trajectory)
+        )
         answer = SampledResponse(
             trajectory["trajectory_id"],
             trajectory["response"],
@@ -302,10 +317,18 @@ def _asked(trajectory: Mapping[Hashable, Any]) -> tuple[Messages, str | None] | 
         asked, tools = added["messages"], tools_column(added.get("tools", ()))
     elif _is_list(trajectory["turns"]) and len(trajectory["turns"]) > 1:
         return None
-    plain = all(set(message) == {"role", "content"} and isinstance(message["content"], str) for message in asked)
+    plain = all(
+        set(message) - {"images"} == {"role", "content"} and isinstance(message["content"], str) for message in asked
+    )
     if not plain:
         return None
     return tuple((message["role"], message["content"]) for message in asked), tools if isinstance(tools, str) else None
+
+
+def _images(trajectory: Mapping[Hashable, Any]) -> tuple[str, ...]:
+    """Returns the images of the prompt, which are those of a trajectory of one turn."""
+    digests = trajectory[IMAGES]
+    return tuple(digests) if _is_list(digests) else ()
 
 
 def _is_list(value: object) -> bool:
@@ -430,6 +453,8 @@ def _table(rows: Sequence[Row], kind: Kind) -> pa.Table:
         }
 
     columns = {"prompt": pa.array(list(map(prompt, rows)), form)}
+    if any(row.question.images for row in rows):
+        columns[IMAGES] = pa.array([list(row.question.images) for row in rows], pa.list_(pa.string()))
     if any(row.question.tools for row in rows):
         columns["tools"] = pa.array([row.question.tools for row in rows], pa.string())
     if kind.is_of_pairs:

@@ -630,8 +630,17 @@ def parquet_bytes(table: pa.Table) -> bytes:
         for field in table.schema
         if pa.types.is_nested(field.type) and field.type in (pa.list_(pa.int16()), pa.large_list(pa.int16()))
     ]
+    # rows about the same prompt have the same images
+    dictionaries += [f"{field.name}.list.element.bytes" for field in table.schema if _holds_bytes(field.type)]
     sink = io.BytesIO()
     pq.write_table(
         table, sink, compression="zstd", compression_level=1, use_dictionary=dictionaries, use_byte_stream_split=split
     )
     return sink.getvalue()
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    """True for lists of structures with the field `bytes`, such as images."""
+    return (
+        pa.types.is_list(kind) and pa.types.is_struct(kind.value_type) and kind.value_type.get_field_index("bytes") >= 0
+    )

@@ -96,7 +96,9 @@ def _without_parameters(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     def dtype(self: torch.nn.Module) -> torch.dtype:
         return next(buffer.dtype for name, buffer in self.named_buffers() if name in self.state_dict())
 
-    return type(kind.__name__, (kind,), {"dtype": property(dtype)})
+    # transformers looks up by the class's name what a part can return
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"dtype": property(dtype), **named})
 
 
 class Unreadable(Exception):
