@@ -397,6 +397,20 @@ def test_all_mistakes_are_reported_before_a_start(folder: Path) -> None:
     assert lines[8:] == ["the images of 2 more prompts cannot be used either"]
 
 
+def test_each_row_with_a_broken_image_is_named(folder: Path) -> None:
+    """Also if others name the same image, and many are decoded at the same time."""
+    (folder / "pictures" / "cut.png").write_bytes(base64.b64decode(TRUNCATED))
+    path, broken = folder / "rows.jsonl", {5, 6, 150}
+    names = ["cut.png" if number in broken else ("red.png", "blue.jpg")[number % 2] for number in range(200)]
+    path.write_text("".join(f'{{"prompt": "1?", "answer": "1", "image": "pictures/{name}"}}\n' for name in names))
+    model = tiny.model_folder(folder / "model")
+    data = DataConfig(train=(str(path),), prompts_per_iteration=1)
+    with pytest.raises(UserError) as refused:
+        check_prompts(PromptDataset([path]), ModelConfig(path=str(model)), data, RewardConfig(function="gsm8k"), None)
+    lines = [line for line in str(refused.value).splitlines() if "cannot be decoded" in line]
+    assert [line.partition(": ")[0] for line in lines] == [f"{path}, line {number + 1}" for number in sorted(broken)]
+
+
 def test_the_first_prompt_with_images(folder: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b", "image": RED_URL}, {"prompt": "c", "image": RED_URL}]
     prompts(folder, *rows)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING
@@ -35,6 +37,8 @@ SOURCES = 8
 """Largest number of data sources of a file whose rewards are tried, and of mistakes that are reported at once."""
 AS_THEY_ARE = "{{ messages[-1]['content'] }}"
 """The chat template that leaves a text unchanged."""
+AHEAD = 64
+"""Number of prompts whose images are decoded at the same time, or wait for others."""
 MANY_PROMPTS = 10_000
 """Number of prompts whose lengths take more than two seconds to measure, which the driver announces."""
 
@@ -67,7 +71,7 @@ def check_prompts(
     if len(dataset) > MANY_PROMPTS:
         note(f"checking {len(dataset)} prompts")
     scan = _Scan(data, reward, readers, bool(tools_of_environment(environment)))
-    for prompt in dataset.attempts():
+    for prompt in _decoded(dataset.attempts()):
         if isinstance(prompt, Prompt):
             scan.look_at(prompt)
         else:
@@ -114,6 +118,35 @@ def check_prompts(
         )
 
 
+def _decoded(attempts: Iterable[Prompt | ImageError]) -> Iterator[Prompt | ImageError]:
+    """Decodes the images of prompts, some of them at the same time; yields an error for a prompt with a broken one."""
+    whole = set[str]()
+    waiting = deque[tuple[Prompt | ImageError, dict[str, Future[None]]]]()
+
+    def result() -> Prompt | ImageError:
+        attempt, checks = waiting.popleft()
+        try:
+            for digest, check in checks.items():
+                check.result()
+                whole.add(digest)
+        except ImageError as error:
+            return error
+        return attempt
+
+    with ThreadPoolExecutor() as threads:  # Pillow lets others compute
+        for attempt in attempts:
+            checks: dict[str, Future[None]] = {}
+            if isinstance(attempt, Prompt):
+                for number, image in enumerate(attempt.images, 1):
+                    if (digest := digest_of(image)) not in whole and digest not in checks:
+                        checks[digest] = threads.submit(check_image, image, f"{attempt.where}: image {number}")
+            waiting.append((attempt, checks))
+            while waiting and (not waiting[0][1] or len(waiting) > AHEAD):
+                yield result()
+        while waiting:
+            yield result()
+
+
 class _Scan:
     """One pass over the prompts."""
 
@@ -138,8 +171,6 @@ class _Scan:
         """What is wrong with the images of the first `SOURCES` such prompts."""
         self._more_images = 0
         """Number of prompts beyond these."""
-        self._decoded = set[str]()
-        """The digests of images that can be decoded."""
         self.texts = 0
         self.spelling = 0
         """Number of prompts that spell special tokens."""
@@ -173,11 +204,6 @@ class _Scan:
     def look_at(self, prompt: Prompt) -> None:
         """Notes the mistakes of the next prompt."""
         data, tokenizer = self.data, self.readers[0]
-        try:
-            self._check_images(prompt)
-        except ImageError as error:
-            self.note_images(error)
-            return
         self.texts += prompt.is_text
         if prompt.continues is not None and self.continuing is None:
             self.continuing = prompt
@@ -196,12 +222,6 @@ class _Scan:
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
             except UserError as error:
                 self.problems["length"] = str(error)
-
-    def _check_images(self, prompt: Prompt) -> None:
-        for number, image in enumerate(prompt.images, 1):
-            if (digest := digest_of(image)) not in self._decoded:
-                check_image(image, f"{prompt.where}: image {number}")
-                self._decoded.add(digest)
 
     def _check_truth(self, prompt: Prompt, first: Prompt | None) -> None:
         """Notes a ground truth that the reward cannot use. `first` is the tried sample of the data source, if there is
