@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo vllm sglang browser ceph kubernetes buildah bubblewrap openenv harness verl slurm site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
+.PHONY: demo demo-vision vllm sglang browser ceph kubernetes buildah bubblewrap openenv harness verl slurm site-environment test test-versions test-slow test-sglang torture check bench bench-vllm bench-trl gpu docs site clean
 
 # torch goes first and alone: asked for by another package, pip would take the newest build with gigabytes of CUDA
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
@@ -38,6 +38,9 @@ sglang: build/sglang/installed ## an SGLang server for tests, without a GPU
 
 demo: .venv/installed ## a pretrained model learns with GRPO on this machine; see also `ratchet demo --help`
 	ratchet demo
+
+demo-vision: .venv/installed ## a tiny vision-language model learns with GRPO to read pictures, and one with exchanged pictures does not
+	ratchet demo vision
 
 browser: ## a Chromium for the tests of pages, with apt
 ifeq ($(shell command -v chromium || command -v chromium-browser || command -v google-chrome),)

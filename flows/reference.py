@@ -69,7 +69,7 @@ out.
 A setting without a counterpart is an error if it would change what is learned or measured, and so is an unknown setting.
 The error names all of them and says what to do. A setting that changes only memory, speed, rounding, seeds or the order
 within a batch becomes a comment, and so does each assumption. To change a refused setting, write it after the file with
-another value; to remove it from a verl script, write `~data.image_key`, as in Hydra.
+another value; to remove it from a verl script, write `~data.video_key`, as in Hydra.
 
 The number of iterations is computed from epochs if the data files can be read. Otherwise `train.epochs` is set. With
 dynamic sampling, which does not go by epochs, the config is refused until you set `train.iterations`.
@@ -81,7 +81,8 @@ PEERS = """
 ## Their own examples
 
 The examples of each program, as far as they are command lines or files of settings, converted by
-`benchmarks/peers.py`. One that converts gives a valid config; models and data are not loaded. TRL's programs have data,
+`benchmarks/peers.py`. One that converts gives a valid config; models and data are not loaded, and whether the chosen
+engines can see a model's images is checked at the start of the run. TRL's programs have data,
 rewards and often the model in their code, so their commands alone lack `data.train`; a YAML file does not say which of
 its trainers it is for, and is read as GRPO's.
 

@@ -13,6 +13,7 @@ from ratchet.rlhf.data.chat_turns import treat_special_tokens
 from ratchet.rlhf.data.examples import supervised
 from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.models.tokenizers import check_embeddings, eos_token_ids, load_tokenizer
+from ratchet.rlhf.models.vision import vision_of
 from ratchet.rlhf.train.torch_engine import TorchEngine
 from ratchet.tasks.fine_tuning_rounds import Fit, fit
 from ratchet.tasks.recording import noted
@@ -25,7 +26,7 @@ def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
     tokenizer = load_tokenizer(config.model)
     check_embeddings(config.model, config.model)
     treat_special_tokens(tokenizer, config.special_tokens)
-    examples, left_out = supervised(
+    examples, left_out, images = supervised(
         config.data,
         tokenizer,
         prompt=config.prompt_column,
@@ -50,5 +51,6 @@ def sft(config: SFTConfig, take_over: bool = False) -> dict[str, float]:
             dtype=config.model.dtype,
             kernels=config.model.kernels,
             gradient_checkpointing=config.gradient_checkpointing,
+            vision=vision_of(config.model, images.__getitem__),
         )
         return fit(run, Fit(config, engine, SupervisedObjective(), examples, config.steps, rows))

@@ -75,7 +75,7 @@ def fitting(config: FitConfig, role: str, take_over: bool) -> Iterator[Fitting]:
     tokenizer = tokenizer_digest(config.model, writes=ROLES[role].head == "policy")
     model = initial_digest(config.model, config.run.seed), tokenizer
     # covers the examples, too, so that a changed file is noticed on resume
-    weights = Weights(version=0, digest=" ".join([*model, files.digest(config.data)]))
+    weights = Weights(version=0, digest=" ".join([*model, files.data_digest(config.data)]))
     state = begin(store, config, take_over)
     if state.claim is not None:
         _check_same(config, state.claim.config, state.initial.get(role) == weights)

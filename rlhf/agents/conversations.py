@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ratchet.rlhf.data.chat_turns import render_contents, text_ids, token_ids
+from ratchet.rlhf.data.chat_turns import by_template, in_parts, render_contents, text_ids, token_ids
 from ratchet.rlhf.data.formats import Message
 from ratchet.rlhf.data.prompts import tokenize_start
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
@@ -104,9 +104,9 @@ class ChatConversation(Conversation):
             raise CannotRender("the chat template does not describe tools: set model.chat_template")
 
         def rendered(contents: Mapping[str, Any]) -> str:
-            return str(tokenizer.apply_chat_template(**contents, add_generation_prompt=True, tokenize=False))
+            return by_template(contents["messages"], tokenizer, tools=contents["tools"], add_generation_prompt=True)
 
-        contents = {"conversation": self._messages, "tools": self._tools or None}
+        contents = {"messages": in_parts(self._messages, tokenizer), "tools": self._tools or None}
         try:
             return token_ids(render_contents(rendered, contents, tokenizer), tokenizer)
         except Exception as error:  # a template may fail in any way on messages that it does not expect

@@ -100,6 +100,9 @@ class ModelConfig(Section):
         "(extra liger, GPUs)",
     )
     lora: LoRAConfig | None = Field(None, description="train adapters (extra lora); null: train all weights")
+    freeze_vision: bool = Field(
+        True, description="whether the vision tower of a vision-language model, with its projector, keeps its weights"
+    )
     chat_template: str | None = Field(None, description="Jinja file of the chat template; null: the tokenizer's own")
     chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
         {}, description="variables of the chat template, such as {enable_thinking: false}"

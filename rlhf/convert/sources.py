@@ -35,7 +35,6 @@ NOT_CONVERTED = {
     **dict.fromkeys(
         ("rloo", "online", "xpo", "nash", "gkd", "gold", "distillation", "sdft", "sdpo", "ssd", "async"), OTHER
     ),
-    "vlm": "it trains with images, and models see text only here",
 }
 """What modules and files of these programs start besides, by the words of their names."""
 
@@ -108,12 +107,16 @@ def _arguments(path: Path, program: str) -> tuple[Sequence[str], tuple[str, ...]
     name, arguments = started[-1]
     # a launcher has the module as its first argument
     module = next((text for text in arguments[:1] if re.fullmatch(r"[\w.]+", text)), name)
-    for word in re.findall(r"[a-z]+", f"{name.rpartition('/')[2]}.{module}".removesuffix(".py")):
+    words = re.findall(r"[a-z]+", f"{name.rpartition('/')[2]}.{module}".removesuffix(".py"))
+    for word in words:
         if word in NOT_CONVERTED:
             raise UserError(f"{path} starts {name}: {NOT_CONVERTED[word]}")
+    assumptions = script.assumptions
     if len(started) > 1:
-        return arguments, (*script.assumptions, f"of {len(started)} commands the last one counts, {name}")
-    return arguments, script.assumptions
+        assumptions += (f"of {len(started)} commands the last one counts, {name}",)
+    if "vlm" in words:
+        assumptions += (f"{name} trains the vision tower without adapters, too: so does model.freeze_vision=false",)
+    return arguments, assumptions
 
 
 def _overrides(where: str, arguments: Sequence[str]) -> dict[str, Value]:

@@ -21,7 +21,8 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.formats import Message, Messages
+from ratchet.rlhf.data.images import MARK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,8 +106,31 @@ def around_content(messages: Messages, tokenizer: PreTrainedTokenizerBase, *, is
 
     With `is_prompt` the start of the assistant's next message follows. Raises TemplateError if the template refuses.
     """
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt)
-    return str(text).split(CONTENT)
+    return by_template(messages, tokenizer, add_generation_prompt=is_prompt).split(CONTENT)
+
+
+def by_template(messages: Messages, tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+    """Renders messages by the chat template. Raises TemplateError if the template refuses them."""
+    return str(tokenizer.apply_chat_template(in_parts(messages, tokenizer), tokenize=False, **options))
+
+
+def in_parts(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Messages:
+    """Returns messages as the chat template expects them: a model that sees images has contents of several parts."""
+    if state_of(tokenizer).images is None:
+        return messages
+    return cast(Messages, [_in_parts(message) for message in messages])
+
+
+def _in_parts(message: Message) -> dict[str, Any]:
+    content, others = message["content"], {name: value for name, value in message.items() if name != "images"}
+    if not isinstance(content, str):  # it has been split
+        return others
+    texts = content.split(MARK) if message.get("images") else [content]
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(texts):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return others | {"content": parts}
 
 
 def special_in(contents: object, tokenizer: PreTrainedTokenizerBase) -> set[str]:

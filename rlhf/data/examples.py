@@ -22,8 +22,10 @@ from ratchet.rlhf.data.formats import (
     with_system,
     without_images,
 )
+from ratchet.rlhf.data.images import digest_of
 from ratchet.rlhf.data.prompts import asked, beginning, end_of_turn, tokenize_prompt, with_response
 from ratchet.rlhf.errors import UserError, in_one_line
+from ratchet.rlhf.schema import IMAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,22 +41,31 @@ class DrawnTokens(NamedTuple):
     """1 for the model's tokens, 0 for those that it read."""
 
 
+class Examples(NamedTuple):
+    """Supervised examples."""
+
+    batch: TrajectoryBatch
+    """Columns `prompt_ids`, `response_ids`, `loss_mask` and `images`."""
+    left_out: int
+    """Number of examples that are too long."""
+    images: dict[str, bytes]
+    """The images of all examples, encoded, by their digests: each is in memory once."""
+
+
 def supervised(
     url: str, tokenizer: PreTrainedTokenizerBase, *, prompt: str, response: str, max_tokens: int
-) -> tuple[TrajectoryBatch, int]:
+) -> Examples:
     """Reads supervised examples; see `example_of`. Of `drawn_tokens`, those that the model wrote are learned.
 
     Args:
         url: Parquet or JSON file, any fsspec URL, or a local folder; see `data_files`.
         max_tokens: maximum number of prompt and response tokens; longer examples are left out.
 
-    Returns:
-        The examples with columns `prompt_ids`, `response_ids` and `loss_mask`, and the number of those left out.
-
     Raises:
         UserError: a row is malformed (the message names it), or no example is left.
     """
-    prompts, responses, masks = [], [], []
+    prompts, responses, masks, digests = [], [], [], list[list[str] | None]()
+    images: dict[str, bytes] = {}
     examples, end = 0, end_of_turn(tokenizer)
     for where, row in read(url):
         examples += 1
@@ -63,6 +74,7 @@ def supervised(
                 prompts.append(drawn.prompt_ids)
                 responses.append(drawn.response_ids)
                 masks.append(drawn.mask)
+                digests.append(None)
             continue
         if (example := example_of(row, where, prompt=prompt, response=response)) is None:
             raise UserError(
@@ -79,9 +91,12 @@ def supervised(
             prompts.append(prompt_ids)
             responses.append(response_ids)
             masks.append([1] * len(response_ids))
+            digests.append([*map(digest_of, question.images)] or None)
+            for digest, image in zip(digests[-1] or (), question.images, strict=True):
+                images.setdefault(digest, image)
     _check_not_empty(prompts, f"{url}, up to max_tokens {max_tokens},")
-    columns = {"prompt_ids": prompts, "response_ids": responses, "loss_mask": masks}
-    return TrajectoryBatch.of(columns), examples - len(prompts)
+    columns = {"prompt_ids": prompts, "response_ids": responses, "loss_mask": masks, IMAGES: digests}
+    return Examples(TrajectoryBatch.of(columns), examples - len(prompts), images)
 
 
 def example_of(

@@ -64,7 +64,7 @@ class ExpertAnswers:
     @property
     def digest(self) -> str:
         """The sha256 of each path, in order."""
-        return " ".join(map(files.digest, self._paths))
+        return " ".join(map(files.data_digest, self._paths))
 
     def answer(self, number: int, tokenizer: PreTrainedTokenizerBase) -> ExpertAnswer:
         """Reads the answer in a row, counted over all files. A text ends with the end of turn."""

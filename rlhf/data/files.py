@@ -20,23 +20,30 @@ from functools import lru_cache
 from io import BufferedReader, BytesIO, TextIOWrapper
 from itertools import accumulate, chain
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ratchet.rlhf.config.sections import ENDINGS
 from ratchet.rlhf.data.folders import data_files, unread
-from ratchet.rlhf.data.formats import without_nulls
+from ratchet.rlhf.data.formats import IMAGES, PROMPTS, image_values, without_nulls
 from ratchet.rlhf.data.harbor import is_task, row_of, task_digest
+from ratchet.rlhf.data.images import ImageError, digest_of, image_bytes, is_named
 from ratchet.rlhf.errors import RatchetError, UserError, in_one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 Row = tuple[str, Mapping[str, Any]]
 """A row's location, for errors (file, and row or line number), and the row."""
 HELD_BYTES = 256 * 2**20
 """Maximum size of a JSON lines file, and of the row groups of a Parquet file, kept in memory."""
 BATCH_ROWS = 1024
-"""Rows of a table converted to Python objects at a time."""
+"""Largest number of rows of a table converted to Python objects at a time."""
+BATCH_BYTES = 2**25
+"""Size of such rows, unless a single one is larger."""
+BUFFER_BYTES = 2**20
+"""Bytes that are read at a time from each column of a row group too large to be kept in memory."""
 HEAD_BYTES = 1024
 """Bytes of a file that are read to detect its format."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -106,6 +113,13 @@ def count(url: str) -> int:
     return sum(len(open_rows(file)) for file in data_files(url))
 
 
+def data_digest(url: str) -> str:
+    """Returns the digest of a file or folder; if rows name images in files of their own, it is over theirs, too."""
+    images = [_image_digest(image, file) for file in data_files(url) for image in _named_images(file)]
+    content = digest(url)
+    return hashlib.sha256("".join([content, *images]).encode()).hexdigest() if images else content
+
+
 def digest(url: str) -> str:
     """Returns the sha256 of a file's content, in hexadecimal; of a folder, over the digests of its files."""
     files = data_files(url)
@@ -128,21 +142,59 @@ def _digest(url: str, version: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _named_images(url: str) -> Iterator[object]:
+    """Yields the images of a file's rows that are in files of their own."""
+    if _may_have_images(url):
+        for _, row in open_rows(url):
+            yield from filter(is_named, image_values(row))
+
+
+def _image_digest(image: object, url: str) -> str:
+    try:
+        return digest_of(image_bytes(image, url.rpartition("/")[0], url))
+    except ImageError:  # which the check of the prompts reports, with all others
+        return "missing"
+
+
+def _may_have_images(url: str) -> bool:
+    """Returns False if it is clear without parsing rows that none has an image."""
+    if is_task(Path(url)):
+        return False
+    if url.endswith((".parquet", ".arrow")):
+        rows = open_rows(url)
+        assert isinstance(rows, _Parquet | _Arrow)
+        columns = {field.name: str(field.type) for field in rows.schema}
+        return any(name in IMAGES or (name in PROMPTS and "image" in kind) for name, kind in columns.items())
+    with _opened(url) as file:
+        end = b""
+        while chunk := file.read(2**20):
+            if b"image" in end + chunk:
+                return True
+            end = chunk[-8:]
+    return False
+
+
 class _Parquet:
-    """Keeps the row groups that were read last, up to `HELD_BYTES`, and at least one."""
+    """Keeps the row groups that were read last, up to `HELD_BYTES`, and at least one.
+
+    A larger one, as of images, is copied to a temporary file, and mapped into memory from there.
+    """
 
     def __init__(self, url: str) -> None:
-        import pyarrow.parquet as pq
-
         self.url = url
         self._lock = threading.Lock()
         self._held: OrderedDict[int, pa.Table] = OrderedDict()
         self._held_bytes = 0
+        self._mapped: dict[int, pa.Table] = {}
         with _errors_of(url):
             files, path = _located(url)
-            self._file = pq.ParquetFile(files.open(path, "rb"))
-        sizes = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
-        self._starts: list[int] = list(accumulate(sizes, initial=0))
+            self._file = _parquet(files.open(path, "rb"))
+        self._groups = [self._file.metadata.row_group(group) for group in range(self._file.num_row_groups)]
+        self._starts: list[int] = list(accumulate((group.num_rows for group in self._groups), initial=0))
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._file.schema_arrow
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -152,15 +204,26 @@ class _Parquet:
         return next(_numbered(self.url, self._group(group).slice(index - self._starts[group], 1), index))
 
     def __iter__(self) -> Iterator[Row]:
-        import pyarrow.parquet as pq
+        import pyarrow as pa
 
         with _opened(self.url) as opened:
-            file = pq.ParquetFile(opened)  # a separate one, so that the row groups in use stay in memory
-            for group, start in enumerate(self._starts[:-1]):
-                yield from _numbered(self.url, file.read_row_group(group), start)
+            file = _parquet(opened)  # a separate one, so that the row groups in use stay in memory
+            for group, number in enumerate(self._starts[:-1]):
+                for batch in self._batches(file, group):
+                    yield from _numbered(self.url, pa.Table.from_batches([batch]), number)
+                    number += batch.num_rows
+
+    def _batches(self, file: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch]:
+        """Reads a row group, a part at a time."""
+        size = self._groups[group]
+        yield from file.iter_batches(_batch_rows(size.total_byte_size, size.num_rows), row_groups=[group])
 
     def _group(self, group: int) -> pa.Table:
         with self._lock, _errors_of(self.url):
+            if group in self._mapped:
+                return self._mapped[group]
+            if self._groups[group].total_byte_size > HELD_BYTES:
+                return self._mapped.setdefault(group, self._copy(group))
             if group in self._held:
                 self._held.move_to_end(group)
             else:
@@ -169,6 +232,28 @@ class _Parquet:
             while len(self._held) > 1 and self._held_bytes > HELD_BYTES:
                 self._held_bytes -= self._held.popitem(last=False)[1].nbytes
             return self._held[group]
+
+    def _copy(self, group: int) -> pa.Table:
+        """Copies a row group to a temporary file, which is deleted when it is no longer mapped."""
+        import pyarrow as pa
+
+        with NamedTemporaryFile(suffix=".arrow") as file:
+            with pa.ipc.new_stream(file, self.schema) as writer:
+                for batch in self._batches(self._file, group):
+                    writer.write_batch(batch)
+            file.flush()
+            return pa.ipc.open_stream(pa.memory_map(file.name)).read_all()
+
+
+def _parquet(file: BufferedReader) -> pq.ParquetFile:
+    """Opens a Parquet file; columns of large row groups are read a part at a time."""
+    import pyarrow.parquet as pq
+
+    metadata = pq.read_metadata(file)
+    groups = (metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    if any(size > HELD_BYTES for size in groups):
+        return pq.ParquetFile(file, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False)
+    return pq.ParquetFile(file, metadata=metadata)
 
 
 class _Arrow:
@@ -181,6 +266,10 @@ class _Arrow:
             is_local = "file" in files.protocol
             source = pa.memory_map(path) if is_local else pa.BufferReader(files.cat_file(path))
             self._table = pa.ipc.open_stream(source).read_all()
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._table.schema
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -260,12 +349,17 @@ class _Lines:
 def _numbered(url: str, table: pa.Table, start: int) -> Iterator[Row]:
     """Yields the rows of a table."""
     number = start
-    for batch in table.to_batches(max_chunksize=BATCH_ROWS):
+    for batch in table.to_batches(max_chunksize=_batch_rows(table.nbytes, table.num_rows)):
         for row in batch.to_pylist():
             number += 1
             # in a table each message, tool, and the arguments of each call, have the keys of all others as nulls
             lists = {column: without_nulls(row[column]) for column in LISTS if column in row}
             yield f"{url}, row {number}", {**row, **lists}
+
+
+def _batch_rows(size: int, rows: int) -> int:
+    """Returns how many rows of a table of so many bytes are handled at a time."""
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
 
 
 def _whole(url: str) -> list[Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from ratchet.rlhf.data.images import KEYS, MARK, digest_of, image_bytes
+from ratchet.rlhf.data.images import KEYS, MARK, ImageError, digest_of, image_bytes
 from ratchet.rlhf.errors import UserError, counted, in_one_line
 
 
@@ -167,7 +167,7 @@ def with_images(
         The messages, and their images in order.
 
     Raises:
-        UserError: the number of the row's images is another, or an image cannot be read.
+        ImageError: the number of the row's images is another, or an image cannot be read.
     """
     column = _column_of_images(row, where)
     if not column and not any(draft.images for draft in drafts):
@@ -177,13 +177,13 @@ def with_images(
     if column and not any(draft.images for draft in marked):
         first = next((at for at, draft in enumerate(marked) if draft.message["role"] == "user"), None)
         if first is None:
-            raise UserError(f"{where} has images, and no message of the user: write {MARK} where they belong")
+            raise ImageError(f"{where} has images, and no message of the user: write {MARK} where they belong")
         message = cast(
             Message, {**marked[first].message, "content": MARK * len(column) + marked[first].message["content"]}
         )
         marked[first] = Draft(message, (None,) * len(column))
     elif places != len(column):
-        raise UserError(
+        raise ImageError(
             f"{where} has {counted(len(column), 'image')} in its columns, and its messages have "
             f"{counted(places, 'place')} for them ({MARK}, or an image part without data): give each place an image"
         )
@@ -197,6 +197,20 @@ def with_images(
     return messages, tuple(images)
 
 
+def image_values(row: Mapping[str, Any]) -> Iterator[object]:
+    """Yields what the columns and the messages of a row give for its images, in their order; see `image_bytes`."""
+    for name in IMAGES:
+        value = row.get(name)
+        yield from value if isinstance(value, list) else [value]
+    for column in PROMPTS:
+        messages = row.get(column)
+        for message in messages if isinstance(messages, list) else ():
+            parts = message.get("content") if isinstance(message, dict) else None
+            for part in parts if isinstance(parts, list) else ():
+                if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+                    yield _given(part)
+
+
 def without_images(drafts: Sequence[Draft], at: str) -> Messages:
     """Returns the messages of drafts. Raises UserError if one has images; `at` says whose they are, for errors."""
     if any(draft.images for draft in drafts):
@@ -208,7 +222,7 @@ def _column_of_images(row: Mapping[str, Any], where: str) -> list[object]:
     """Returns the images in the columns of a row; none if they are empty."""
     there = [name for name in IMAGES if _holds(row.get(name))]
     if len(there) > 1:
-        raise UserError(f"{where} has {' and '.join(there)}: write all of its images into images")
+        raise ImageError(f"{where} has {' and '.join(there)}: write all of its images into images")
     value = row[there[0]] if there else []
     return value if isinstance(value, list) else [value]
 
@@ -327,7 +341,7 @@ def _draft(value: Any, at: str) -> Draft:
     check_media(given, at)
     for name in IMAGES:
         if _holds(given.pop(name, None)):
-            raise UserError(f'{at} has {name}: write each as a part of its content, {{"type": "image", "image": ...}}')
+            raise ImageError(f'{at} has {name}: write each as a part of its content, {{"type": "image", "image": ...}}')
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     role = given.get(role_key)
     if not isinstance(role, str):
@@ -378,7 +392,7 @@ def _joined(parts: Sequence[Any], at: str) -> tuple[str, tuple[object, ...]]:
             )
     content = "".join(texts)
     if images and content.count(MARK) != len(images):
-        raise UserError(f"{at} has images, and its text spells {MARK}, which stands for one: change the text")
+        raise ImageError(f"{at} has images, and its text spells {MARK}, which stands for one: change the text")
     return content, tuple(images)
 
 

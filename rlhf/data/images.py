@@ -15,6 +15,11 @@ from ratchet.rlhf.errors import UserError, in_one_line
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+
+class ImageError(UserError):
+    """An image of a row cannot be used, or the row's images do not fit its messages."""
+
+
 MARK = "<image>"
 """What stands for an image in the content of a message."""
 MAX_BYTES = 32 * 2**20
@@ -27,6 +32,8 @@ FORMS = 'a path, a data: URL, or an object such as {"bytes": ...}, {"path": ...}
 """How data may give an image, for errors."""
 KEYS = ("bytes", "base64", "image", "image_url", "url", "path")
 """Keys of an object that gives an image, in order of precedence."""
+TEXTS = ("bytes", "base64")
+"""Those whose text is base64."""
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 """Keys of an object that ask for another size of its image."""
 
@@ -46,34 +53,48 @@ def image_bytes(value: object, folder: str, where: str) -> bytes:
         where: file, row and number of the image, for errors.
 
     Raises:
-        UserError: there is no such image, it is on the web, or too large.
+        ImageError: there is no such image, it is on the web, or too large.
     """
+    found = _found(value, where)
+    data = found if isinstance(found, bytes) else _read(found, folder, where)
+    if len(data) > MAX_BYTES:
+        raise ImageError(f"{where} has more than the {MAX_BYTES:,} bytes that an image may have: make it smaller")
+    return data
+
+
+def is_named(value: object) -> bool:
+    """Returns True if an image is in a file of its own, as `image_bytes` reads it."""
+    try:
+        return isinstance(_found(value, ""), str)
+    except ImageError:
+        return False
+
+
+def _found(value: object, where: str) -> bytes | str:
+    """Returns the encoded bytes of an image, or its path or URL."""
     if isinstance(value, dict):
         key = next((name for name in KEYS if value.get(name)), None)
         if key is None:
-            raise UserError(f"{where} is empty, or has another form: write {FORMS}")
+            raise ImageError(f"{where} is empty, or has another form: write {FORMS}")
         if size := next((name for name in SIZES if value.get(name) is not None), None):
-            raise UserError(f"{where} has {size}, and images are resized by the model's processor alone: remove it")
+            raise ImageError(f"{where} has {size}, and images are resized by the model's processor alone: remove it")
         inner = value[key]
-        if key in ("bytes", "base64") and isinstance(inner, str):
-            return _small(_decoded(inner, where), where)
-        return image_bytes(inner, folder, where)
-    if isinstance(value, bytes) and value:
-        return _small(value, where)
-    if isinstance(value, str) and value:
-        if value[:5].lower() == "data:":
-            head, comma, text = value.partition(",")
-            if not comma or not head.lower().endswith(";base64"):
-                raise UserError(f"{where} is a data: URL without base64: write data:image/png;base64,...")
-            return _small(_decoded(text, where), where)
-        return _small(_read(value, folder, where), where)
+        return _decoded(inner, where) if key in TEXTS and isinstance(inner, str) else _found(inner, where)
+    if isinstance(value, str) and value[:5].lower() == "data:":
+        head, comma, text = value.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise ImageError(f"{where} is a data: URL without base64: write data:image/png;base64,...")
+        return _decoded(text, where)
+    if isinstance(value, bytes | str) and value:
+        return value
     if (pil := sys.modules.get("PIL.Image")) is not None and isinstance(value, pil.Image):
-        return _small(_encoded(value), where)
-    raise UserError(f"{where} is {str(value)!r:.40}: write {FORMS}")
+        return _encoded(value)
+    what = in_one_line(repr(value)) if value else "empty"
+    raise ImageError(f"{where} is {what:.40}: write {FORMS}")
 
 
 def check_image(data: bytes, where: str) -> None:
-    """Raises UserError if an image cannot be decoded completely, or has more than `MAX_PIXELS`."""
+    """Raises ImageError if an image cannot be decoded completely, or has more than `MAX_PIXELS`."""
     with _opened(data, where) as image:
         image.draft(None, (1, 1))  # a JPEG is read to its end, but a small picture is made of it
         try:
@@ -83,7 +104,7 @@ def check_image(data: bytes, where: str) -> None:
 
 
 def decoded(data: bytes, where: str) -> Image:
-    """Decodes an image in RGB. Raises UserError if it cannot be decoded, or has more than `MAX_PIXELS`."""
+    """Decodes an image in RGB. Raises ImageError if it cannot be decoded, or has more than `MAX_PIXELS`."""
     with _opened(data, where) as image:
         try:
             return image.convert("RGB")
@@ -98,38 +119,32 @@ def _opened(data: bytes, where: str) -> Image:
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
-        raise UserError(f"{where} has more than {MAX_PIXELS:,} pixels: make it smaller") from None
+        raise ImageError(f"{where} has more than {MAX_PIXELS:,} pixels: make it smaller") from None
     except Exception as error:
         raise _broken(where, error) from None
     width, height = image.size
     if width * height > MAX_PIXELS:
-        raise UserError(
+        raise ImageError(
             f"{where} has {width} × {height} pixels, more than the {MAX_PIXELS:,} that an image may have: make it "
             "smaller"
         )
     return image
 
 
-def _broken(where: str, error: Exception) -> UserError:
+def _broken(where: str, error: Exception) -> ImageError:
     from PIL import UnidentifiedImageError
 
     # its message names an object in memory
     unknown = f"it is none of {', '.join(FORMATS)}"
     why = unknown if isinstance(error, UnidentifiedImageError) else in_one_line(error)
-    return UserError(f"{where} cannot be decoded ({why}): write the image again, or leave out the row")
-
-
-def _small(data: bytes, where: str) -> bytes:
-    if len(data) > MAX_BYTES:
-        raise UserError(f"{where} has more than the {MAX_BYTES:,} bytes that an image may have: make it smaller")
-    return data
+    return ImageError(f"{where} cannot be decoded ({why}): write the image again, or leave out the row")
 
 
 def _decoded(text: str, where: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except binascii.Error as error:
-        raise UserError(f"{where} is not base64 ({error}): encode its bytes again") from None
+        raise ImageError(f"{where} is not base64 ({error}): encode its bytes again") from None
 
 
 def _read(path: str, folder: str, where: str) -> bytes:
@@ -137,7 +152,7 @@ def _read(path: str, folder: str, where: str) -> bytes:
     import fsspec
 
     if any(part.lower().startswith(("http:", "https:")) for part in path.split("::")):
-        raise UserError(
+        raise ImageError(
             f"{where} is at {path:.60}, and a run reads no images from the web: download it, and name its path"
         )
     is_absolute = "://" in path or Path(path).is_absolute()
@@ -148,9 +163,9 @@ def _read(path: str, folder: str, where: str) -> bytes:
             return data
     except FileNotFoundError:
         fix = "correct its path" if is_absolute else "correct its path, which begins at the folder of the data"
-        raise UserError(f"{where} does not exist ({in_one_line(url)}): put it there, or {fix}") from None
+        raise ImageError(f"{where} does not exist ({in_one_line(url)}): put it there, or {fix}") from None
     except Exception as error:  # each file system raises its own errors
-        raise UserError(
+        raise ImageError(
             f"{where} cannot be read ({in_one_line(url)}: {in_one_line(error)}): correct its path"
         ) from None
 

@@ -20,7 +20,16 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from ratchet.rlhf.data import drawing, files
-from ratchet.rlhf.data.chat_turns import CONTENT, Rendered, around_content, render_contents, state_of, token_ids
+from ratchet.rlhf.data.chat_turns import (
+    CONTENT,
+    Rendered,
+    around_content,
+    by_template,
+    in_parts,
+    render_contents,
+    state_of,
+    token_ids,
+)
 from ratchet.rlhf.data.drawing import Drawn
 from ratchet.rlhf.data.folders import data_files, name_of
 from ratchet.rlhf.data.formats import (
@@ -34,6 +43,7 @@ from ratchet.rlhf.data.formats import (
     tools_column,
     truth_of,
 )
+from ratchet.rlhf.data.images import ImageError
 from ratchet.rlhf.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -98,6 +108,11 @@ def asked(chat: Chat, where: str) -> Prompt:
     """Returns a chat that is no row of a dataset as a prompt; `where` is its place, for errors."""
     messages, tools, images = chat
     return Prompt("", messages, None, False, "{}", tools=tools, where=where, images=images)
+
+
+def first_with_images(dataset: PromptDataset) -> Prompt | None:
+    """Returns the first prompt that has images; None if none has."""
+    return next((prompt for prompt in dataset if prompt.images), None)
 
 
 def structures(ground_truth: str | None, is_json: bool | None, extra_info: str | None) -> tuple[Any, Any]:
@@ -174,19 +189,35 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         """Reads a prompt. Raises UserError if its row is malformed; the message names it."""
+        return _prompt(*self._read(index))
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Reads the prompts in order, as `__getitem__` does."""
+        return (_prompt(*row) for row in self._rows())
+
+    def attempts(self) -> Iterator[Prompt | ImageError]:
+        """Reads the prompts in order; in place of one whose images cannot be used, what is wrong with them."""
+        for row in self._rows():
+            try:
+                yield _prompt(*row)
+            except ImageError as error:
+                yield error
+
+    def _read(self, index: int) -> tuple[Mapping[str, Any], str, str]:
+        """Reads the row of a prompt, with its location and the name of its path."""
         row = self.row(index)
         file = bisect_right(self._starts, row) - 1
         _, name, rows = self._files[file]
         where, values = rows[row - self._starts[file]]
-        return _prompt(values, where, name)
+        return values, where, name
 
-    def __iter__(self) -> Iterator[Prompt]:
-        """Reads the prompts in order, as `__getitem__` does."""
+    def _rows(self) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+        """Reads the rows of the prompts in order, as `_read` does."""
         if self._kept is not None:
-            yield from (self[index] for index in range(len(self)))
+            yield from map(self._read, range(len(self)))
             return
         for _, name, rows in self._files:
-            yield from (_prompt(values, where, name) for where, values in rows)
+            yield from ((values, where, name) for where, values in rows)
 
     def row(self, index: int) -> int:
         """Returns the number of a prompt's row in the files, which does not depend on the prompts that are left out."""
@@ -205,10 +236,10 @@ class PromptDataset:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of the digests of the files, in order."""
+        """The sha256 of the digests of the files, with the images that they name, in order."""
         digest = hashlib.sha256()
         for path in self.paths:
-            digest.update(bytes.fromhex(files.digest(path)))
+            digest.update(bytes.fromhex(files.data_digest(path)))
         return digest.hexdigest()
 
     def without_overlong(
@@ -305,6 +336,11 @@ def encode(
                 f"({text[:60]!r}...): raise it, or set data.truncation"
             )
         assert truncation != "drop", "the dataset has no prompts that are too long"
+        if prompt.images:
+            raise UserError(
+                f"{prompt.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens {max_tokens}, and "
+                "cannot be cut, because it has images: raise it, or set data.truncation: drop"
+            )
         # special tokens at the beginning are never cut
         special = [] if tokenizer.chat_template else beginning(ids[1:], tokenizer)
         kept = len(special) if ids[: len(special)] == special else 0
@@ -326,9 +362,18 @@ def tokenize_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) ->
     def template(chat: Chat) -> str:
         return render(chat, tokenizer, where, add_generation_prompt=True)
 
+    processor = state_of(tokenizer).images
+    if chat.images and (processor is None or not tokenizer.chat_template):
+        lacks = "the model reads text only" if processor is None else "the model has no chat template"
+        raise UserError(
+            f"{where} has images, and {lacks}: choose a vision-language model (docs/models.md), or leave out such rows"
+        )
     if tokenizer.chat_template:  # a template writes the special tokens itself
+        # split before contents are searched for special tokens, of which the mark of an image may be one
+        chat = Chat(in_parts(chat.messages, tokenizer), chat.tools, chat.images)
         written = render_contents(template, chat, tokenizer)
-        return written.text, token_ids(written, tokenizer)
+        ids = token_ids(written, tokenizer)
+        return written.text, ids if processor is None else processor.expanded(ids, chat.images, where)
     text = template(chat)
     return text, tokenize_start(text, tokenizer)
 
@@ -344,14 +389,9 @@ def render(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, add_ge
         return "\n".join(message["content"] for message in messages)
     try:
         _check_roles(messages, tokenizer, where)
-        text = str(
-            tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) or None,  # some templates introduce an empty list
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        )
+        # some templates introduce an empty list
+        options = {"tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
+        text = by_template(messages, tokenizer, **options)
     except (TemplateError, TypeError) as error:  # an unknown role, or another form than the template expects
         what = "messages and tools" if tools else "messages"
         raise UserError(f"{where}: the chat template refuses the {what}: {in_one_line(error)}") from None
@@ -388,7 +428,7 @@ def _check_roles(messages: Messages, tokenizer: PreTrainedTokenizerBase, where: 
             )
         mark = token_hex(16)
         marked = [{**message, "content": mark} if message["role"] == role else message for message in messages]
-        if mark not in str(tokenizer.apply_chat_template(marked, tokenize=False)):
+        if mark not in by_template(marked, tokenizer):
             raise UserError(
                 f"{where}: the chat template leaves out messages of the role {role}: set another model.chat_template, "
                 "or leave out such rows"

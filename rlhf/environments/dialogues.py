@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from ratchet.rlhf.data.chat_turns import CONTENT, around_content, render_contents, text_ids, token_ids
+from ratchet.rlhf.data.chat_turns import CONTENT, around_content, by_template, render_contents, text_ids, token_ids
 from ratchet.rlhf.data.formats import Message, Messages, Tools
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.environment import KEY
@@ -402,8 +402,7 @@ def is_prefix_stable(tokenizer: PreTrainedTokenizerBase) -> bool:
         return True
     question, more = ({"role": "user", "content": text} for text in ("?", "more"))
     messages = [question, {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nso"}]
-    rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    return str(tokenizer.apply_chat_template([*messages, more], tokenize=False)).startswith(rendered)
+    return by_template([*messages, more], tokenizer).startswith(by_template(messages, tokenizer))
 
 
 def _after_turn(messages: Messages, last: str, tokenizer: PreTrainedTokenizerBase) -> str:

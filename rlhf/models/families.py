@@ -47,7 +47,7 @@ STATEFUL = frozenset(STATES.split())
 """Families with layers that carry a state from token to token."""
 NO_CRITIC = {"hy_v4": "its hidden states need a part of the language model's head"}
 """Families that cannot be critics or reward models, and why."""
-VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
+VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 """Families of vision-language models that are tested. They read images and text."""
 VLLM_VERSION = "0.32"
 VLLM_CLOSE = 1e-3

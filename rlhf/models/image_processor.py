@@ -7,7 +7,6 @@ machines cannot have, rounds differently.
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ratchet.rlhf.data.images import digest_of
+from ratchet.rlhf.data.images import decoded, digest_of
 from ratchet.rlhf.errors import UserError, in_one_line
 from ratchet.rlhf.models.families import VISION
 from ratchet.rlhf.models.hf_configs import model_config
@@ -90,10 +89,7 @@ class ImageProcessor:
         return [part for token in ids for part in (self(next(rest)).tokens if token == self.token_id else (token,))]
 
     def _process(self, image: bytes) -> ProcessedImage:
-        from PIL import Image
-
-        with Image.open(io.BytesIO(image)) as opened:
-            picture = opened.convert("RGB")
+        picture = decoded(image, "an image")
         inputs, [written] = self._processor._process_images([picture], return_tensors="pt", **self._options)
         ids = self._tokenizer(written, add_special_tokens=False)["input_ids"]
         tensors = {name: value for name, value in inputs.items() if name in self._names}

@@ -17,6 +17,7 @@ from ratchet.rlhf.models.hf_configs import (
     policy_class,
     without_noise,
 )
+from ratchet.rlhf.models.modalities import freeze_vision
 from ratchet.rlhf.models.model_folders import model_folder
 from ratchet.rlhf.models.skeleton import (
     Skeleton,
@@ -135,6 +136,8 @@ def _adapted(skeleton: Skeleton, model: ModelConfig, seed: int) -> Skeleton:
     """Adds adapters, if the config has any."""
     settings = model.lora
     if settings is None:
+        if model.freeze_vision:
+            freeze_vision(skeleton.model)
         return skeleton
     if not skeleton.sources:
         lora.add(skeleton.model, settings, seed)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ratchet.rlhf import seeding
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.modalities import decoder_prefix
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,9 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
     unfit = check(model, lora)
     all_linear = lora.target_modules == ("all-linear",)
     heads = [head for head in HEADS if hasattr(model, head)]
+    excluded: str | list[str] | None = heads or None
+    if (decoder := decoder_prefix(model)) is not None:  # a pattern of whole names
+        excluded = rf"(?!{re.escape(decoder)}).*"
     targets: str | list[str] = "all-linear" if all_linear else list(lora.target_modules)
     if all_linear and unfit:  # PEFT would include them, or refuse
         linear = {
@@ -52,7 +56,7 @@ def add(model: PreTrainedModel, lora: LoRAConfig, seed: int) -> None:
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=targets,
-        exclude_modules=heads or None,
+        exclude_modules=excluded,
         modules_to_save=heads or None,
         base_model_name_or_path=model.name_or_path,
     )

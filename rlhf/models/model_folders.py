@@ -20,8 +20,8 @@ CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", CONFIG, "*.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "chat_template*")
 """Files in a tokenizer's digest; another pattern would change the digests of stored runs."""
-OF_TOKENIZERS = (*TOKENIZER, "added_tokens.json", "*.tiktoken")
-"""All files of tokenizers."""
+OF_TOKENIZERS = (*TOKENIZER, "added_tokens.json", "*.tiktoken", "preprocessor_config.json", "processor_config.json")
+"""All files of tokenizers, and of processors of images."""
 GENERATION_CONFIG = "generation_config.json"
 WITHOUT_WEIGHTS = [CONFIG, *OF_TOKENIZERS, GENERATION_CONFIG, "*.jinja", "*.py"]
 """Files of a model on the hub that are used if servers compute it."""

@@ -12,10 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from transformers.modeling_utils import ModuleUtilsMixin
 
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.hub_layout import hub_layout
@@ -67,8 +69,8 @@ class Skeleton:
         return self.model
 
     def frozen_as_buffers(self) -> None:
-        """Makes buffers of parameters that the architecture never trains, such as the bias of a router: engines train
-        parameters, and save and copy buffers as they are."""
+        """Makes buffers of parameters that are never trained, such as the bias of a router, or a frozen vision tower:
+        engines train parameters, and save and copy buffers as they are."""
         assert any(parameter.requires_grad for parameter in self.model.parameters()), "somebody froze the whole model"
         for module in self.model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -76,12 +78,27 @@ class Skeleton:
                     delattr(module, name)
                     held = torch.empty_like(parameter, device="cpu") if parameter.is_meta else parameter.detach()
                     module.register_buffer(name, held)
+        for module in self.model.modules():
+            if isinstance(module, ModuleUtilsMixin) and next(module.parameters(), None) is None:
+                module.__class__ = _without_parameters(type(module))
 
     def read_buffers(self) -> None:
         """Reads the stored buffers."""
         for name, buffer in self.model.named_buffers():
             if name in self.sources:
                 buffer.copy_(self.sources[name].whole())
+
+
+@cache
+def _without_parameters(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Returns a class of a part of a model that knows its type without parameters, in which transformers looks."""
+
+    def dtype(self: torch.nn.Module) -> torch.dtype:
+        return next(buffer.dtype for name, buffer in self.named_buffers() if name in self.state_dict())
+
+    # transformers looks up by the class's name what a part can return
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"dtype": property(dtype), **named})
 
 
 class Unreadable(Exception):

@@ -68,7 +68,7 @@ def _built(model: PreTrainedModel, config: PreTrainedConfig, attention: str) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config._attn_implementation = attention
-        small = type(model)(config).eval()
+        small = type(model)(config).eval().float()  # parts have types of their own in the config
         width = config.get_text_config().hidden_size
         for parameter in small.parameters():
             if parameter.dim() > 1:

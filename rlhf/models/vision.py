@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ratchet.rlhf.models.image_processor import ImageProcessor, ProcessedImage, joined
+from ratchet.rlhf.models.image_processor import ImageProcessor, ProcessedImage
 from ratchet.rlhf.models.tokenizers import image_processor
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ratchet.rlhf.config import ModelConfig
+
+GRID = "image_grid_thw"
+"""The input of models with several axes of positions that says how many patches an image has along each."""
 
 
 def vision_of(model: ModelConfig, image: Callable[[str], bytes] | None) -> Callable[[PreTrainedModel], Vision] | None:
@@ -74,7 +77,7 @@ class Vision:
         if not hasattr(self._base, "get_rope_index"):
             return np.arange(len(ids))[None]
         tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64))[None]
-        grids = {name: value for name, value in joined(images).items() if name == "image_grid_thw"}
+        grids = {GRID: torch.cat([image.inputs[GRID] for image in images])} if images else {}
         is_image = (tokens == self._processor.token_id).int()
         positions, _ = self._base.get_rope_index(input_ids=tokens, mm_token_type_ids=is_image, **grids)
         return np.asarray(positions[:, 0].numpy())

@@ -358,10 +358,13 @@ def _positions(
 ) -> np.ndarray:
     """Returns the positions of the tokens that a model reads, row after row, shape (axes, tokens)."""
     of_prompts, of_responses = np.split(prompt_ids, np.cumsum(prompts)[:-1]), np.split(drawn_ids, np.cumsum(read)[:-1])
-    rows = [
-        vision.positions(np.concatenate([prompt, drawn]), of_row)
-        for prompt, drawn, of_row in zip(of_prompts, of_responses, images, strict=True)
-    ]
+    rows, known = list[np.ndarray](), dict[tuple[bytes, tuple[int, ...]], np.ndarray]()
+    for prompt, drawn, of_row in zip(of_prompts, of_responses, images, strict=True):
+        ids = np.concatenate([prompt, drawn])
+        key = (ids.tobytes(), tuple(map(id, of_row)))  # short answers to one prompt are often equal
+        if key not in known:
+            known[key] = vision.positions(ids, of_row)
+        rows.append(known[key])
     return np.concatenate(rows, axis=1).astype(np.int64)
 
 

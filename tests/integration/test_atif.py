@@ -204,7 +204,7 @@ def test_supervised_examples_have_the_tokens_of_the_policy(runs: dict[str, Run],
     write_parquet(table, str(path))
     tokenizer = load_tokenizer(runs["calls"].config.model)
     columns = {"prompt": "prompt", "response": "response"}
-    examples, left_out = supervised(str(path), tokenizer, max_tokens=1000, **columns)
+    examples, left_out, _ = supervised(str(path), tokenizer, max_tokens=1000, **columns)
     several = [number for number, row in enumerate(table.to_pylist()) if row["response"] is None]
     assert len(examples) == len(table) and left_out == 0 and len(several) >= 32
     for number in several:

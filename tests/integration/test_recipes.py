@@ -41,7 +41,7 @@ MORE = {
     "reward_model/ppo": {"reward_model", "old_log_probs", "ref_log_probs", "values", "update_critic"},
 }
 """What each recipe runs besides."""
-ELSEWHERE = {"ask/ask", "guess/guess", "agent_guess/guess", "agent_calculator/calculator"}
+ELSEWHERE = {"vision/grpo", "ask/ask", "guess/guess", "agent_guess/guess", "agent_calculator/calculator"}
 """Recipes that other tests run."""
 
 

@@ -95,7 +95,7 @@ def test_tools_of_rows(workspace: Path, processes: Processes) -> None:
         "dataset", "tools", *store, "--kind", "sft", "--no-decontaminate", "-o", folder / "sft.parquet"
     )
     assert made.wait() == 0, made.text
-    examples, _ = supervised(
+    examples, *_ = supervised(
         str(folder / "sft.parquet"), tokenizer, prompt="prompt", response="response", max_tokens=900
     )
     known = set(map(tuple, frame["prompt_ids"]))

@@ -563,7 +563,7 @@ def test_verls_validation_draws_as_it_is_told(tmp_path: Path) -> None:
     assert (validation.top_p, validation.top_k) == (0.7, 0), "top_k is verl's default"
 
 
-IMAGES = "models see text only here"
+VIDEOS = "models see texts and images only here"
 
 
 @pytest.mark.parametrize(
@@ -572,8 +572,10 @@ IMAGES = "models see text only here"
         (f"{MEGATRON}.router_replay.mode=R2", "only the rollout's routes are repeated: set R3, or disabled"),
         ("critic.router_replay.mode=R3", "only the actor repeats the rollout's routes: set disabled"),
         (f"{MEGATRON}.override_transformer_config.moe_aux_loss_coeff=0.01", "has no load-balancing loss"),
-        ("data.image_key=images", IMAGES),
-        ("data.train_files=$HOME/data/geo3k/train.parquet", IMAGES),
+        ("data.image_key=pictures", "data.image_key is pictures: the column is images, or image: rename it"),
+        ("data.video_key=videos", VIDEOS),
+        ("data.train_files=$HOME/data/tinyllava-video-r1/train.parquet", VIDEOS),
+        ("data.mm_processor_kwargs.max_pixels=1000", "images are processed as preprocessor_config.json says"),
         ("algorithm.adv_estimator=mine", "choose one of gae, grpo"),
         ("actor_rollout_ref.model.mtp.enable_train=True", "are not trained: set false"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "set rollout.tools or rollout.environment"),
@@ -598,11 +600,47 @@ def test_a_setting_that_changes_the_result_is_converted_or_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("settings", "frozen", "says"),
+    [
+        (["data.image_key=images"], False, "# verl trains the vision tower unless told"),
+        (["data.train_files=$HOME/data/geo3k/train.parquet"], False, "# verl trains the vision tower unless told"),
+        (["data.image_key=images", "actor_rollout_ref.actor.freeze_vision_tower=True"], True, "freeze_vision_tower"),
+        (["actor_rollout_ref.actor.freeze_vision_tower=False"], False, "freeze_vision_tower"),
+        (["data.image_key=images", "actor_rollout_ref.model.exclude_modules='.*visual.*'"], True, None),
+        ([], True, None),
+    ],
+)
+def test_verls_scripts_with_images(tmp_path: Path, settings: list[str], frozen: bool, says: str | None) -> None:
+    converted = convert(script(tmp_path, *QUICKSTART, "data.image_patch_size=16", *settings), "verl")
+    assert converted.config().model.freeze_vision == frozen
+    [comment] = [line for line in converted.text().splitlines() if "freeze_vision:" in line] or [""]
+    assert (says or "") in comment
+    assert bool(comment) == (says is not None)
+    assert "data.image_patch_size=16: the model's processor knows its patches" in converted.text()
+
+
+def test_other_programs_freeze_the_vision_tower_as_they_are_told(tmp_path: Path) -> None:
+    openrlhf = SCRIPTS / "openrlhf_dapo.sh"
+    assert "freeze_vision" not in convert(openrlhf, "openrlhf").text()
+    sees = ["--data.max_images_per_prompt", "1", "--data.image_key", "images"]
+    assert not convert(openrlhf, "openrlhf", sees).config().model.freeze_vision
+    assert convert(openrlhf, "openrlhf", [*sees, "--actor.freeze_visual_encoder"]).config().model.freeze_vision
+    vlm = '[model.vlm]\nvision_encoder_attr = "model.visual"\nlanguage_model_attr = "model.language_model"\n'
+    for name, vision in (("frozen", ""), ("trained", "freeze_vision_encoder = false\n")):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(PRIME_RL + vlm + vision)
+        assert convert(path, "prime-rl").config().model.freeze_vision == (not vision)
+    trl = ["--model_name_or_path=m", "--dataset_name=p.parquet", "--num_processes=1"]
+    path = script(tmp_path, *trl, start="accelerate launch examples/scripts/grpo_vlm.py")
+    assert "too: so does model.freeze_vision=false" in convert(path, "trl").text()
+
+
+@pytest.mark.parametrize(
     ("program", "settings", "says"),
     [
         ("openrlhf", ["--reward.normalize_enable"], "a reward model's score is used as it is"),
         ("openrlhf", ["--train.agent_func_path", "a.py"], "write it as rollout.environment or rollout.agent"),
-        ("openrlhf", ["--data.max_images_per_prompt", "1"], IMAGES),
+        ("openrlhf", ["--data.image_key", "pictures"], "the column is images, or image: rename it"),
         ("openrlhf", ["--actor.optim", "muon"], "the optimizer is AdamW: set adam"),
         ("openrlhf", ["--actor.lrr", "1"], "is not a known setting of OpenRLHF"),
         ("trl", ["--mask_truncated_completions"], "set false, and see algorithm.overlong_penalty"),
@@ -636,7 +674,6 @@ def test_other_programs_settings_are_refused_by_name_too(
         ("python3 -m verl.trainer.main_generation_server", "verl", "no training: see `ratchet evaluate`"),
         ("trl rloo", "trl", "a trainer that is not converted"),
         ("python examples/scripts/online_dpo.py", "trl", "a trainer that is not converted"),
-        ("python examples/scripts/grpo_vlm.py", "trl", IMAGES),
         ("deepspeed --module openrlhf.cli.train_dpo", "openrlhf", "learning from pairs or labels is not here"),
     ],
 )

@@ -38,7 +38,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 def read(url: str, tokenizer: Any, **columns: str) -> list[tuple[str, str]]:
     names = {"prompt": "prompt", "response": "response"} | columns
-    batch, left_out = supervised(url, tokenizer, max_tokens=50, **names)
+    batch, left_out, _ = supervised(url, tokenizer, max_tokens=50, **names)
     assert left_out == 0
     assert batch.list("loss_mask") == [[1] * len(ids) for ids in batch.list("response_ids")]
     pairs = zip(batch.list("prompt_ids"), batch.list("response_ids"), strict=True)
@@ -184,7 +184,7 @@ def test_the_tools_of_a_row_are_in_its_prompt(tokenizer: Any, tmp_path: Path, as
     assert own.decode(expected).startswith("add(user)ask<eos>")
     for row in rows:
         url = write(tmp_path / "a.jsonl", {**row, **column})
-        batch, _ = supervised(url, own, prompt="prompt", response="response", max_tokens=50)
+        batch, *_ = supervised(url, own, prompt="prompt", response="response", max_tokens=50)
         assert batch.list("prompt_ids") == [expected]
     for row in PAIRS:
         batch, _ = preferences(write(tmp_path / "p.jsonl", {**row, **column}), own, padding=0, max_tokens=50)

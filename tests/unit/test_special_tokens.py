@@ -97,7 +97,7 @@ def test_supervised_examples_are_what_a_rollout_would_have_been(kind: str, tmp_p
     tokenizer, before, eos = tokenizer_of(kind), KINDS[kind][3], KINDS[kind][1]
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "ab", "response": "cd"}))
-    batch, _ = supervised(str(file), tokenizer, prompt="prompt", response="response", max_tokens=10)
+    batch, *_ = supervised(str(file), tokenizer, prompt="prompt", response="response", max_tokens=10)
     assert tokenizer.convert_ids_to_tokens(batch.list("prompt_ids")[0]) == [*before, "a", "b"]
     assert tokenizer.convert_ids_to_tokens(batch.list("response_ids")[0]) == ["c", "d", eos]
 
@@ -185,7 +185,7 @@ def test_a_turn_ends_as_the_template_ends_it(kind: str, tmp_path: Path) -> None:
         return
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "ab", "response": "cd"}))
-    batch, _ = supervised(str(file), tokenizer, prompt="prompt", response="response", max_tokens=99)
+    batch, *_ = supervised(str(file), tokenizer, prompt="prompt", response="response", max_tokens=99)
     assert tokenizer.convert_ids_to_tokens(batch.list("response_ids")[0]) == ["c", "d", *ends]
 
 

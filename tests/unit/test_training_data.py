@@ -666,7 +666,7 @@ def test_trainers_see_the_prompt_as_the_policy_did(files: dict[str, str]) -> Non
     run = open_run(f"memory://runs/{name}")
     rendered = run.trajectories(columns=["trajectory_id", "prompt"]).set_index("trajectory_id")["prompt"]
     table = pq.read_table(files["sft"]).to_pylist()
-    batch, _ = supervised(files["sft"], tokenizer, prompt="prompt", response="response", max_tokens=1000)
+    batch, *_ = supervised(files["sft"], tokenizer, prompt="prompt", response="response", max_tokens=1000)
     for row, ids in zip(table, batch.list("prompt_ids"), strict=True):
         seen = rendered[row["trajectory_id"]]
         assert tokenizer.decode(ids) == seen

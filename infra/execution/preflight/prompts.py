@@ -13,6 +13,7 @@ from ratchet.rlhf.built_in_rewards import COMPARING
 from ratchet.rlhf.config import DataConfig, EnvironmentConfig, ModelConfig, RewardConfig, RunConfig
 from ratchet.rlhf.data.chat_turns import special_in
 from ratchet.rlhf.data.formats import formulas_of
+from ratchet.rlhf.data.images import ImageError, check_image, digest_of
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset, check_length, render
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.environment import load_environment
@@ -66,14 +67,17 @@ def check_prompts(
     if len(dataset) > MANY_PROMPTS:
         note(f"checking {len(dataset)} prompts")
     scan = _Scan(data, reward, readers, bool(tools_of_environment(environment)))
-    for prompt in dataset:
-        scan.look_at(prompt)
+    for prompt in dataset.attempts():
+        if isinstance(prompt, Prompt):
+            scan.look_at(prompt)
+        else:
+            scan.note_images(prompt)
     problems, tried = scan.problems, scan.samples
     if environment is not None:
         if scan.continuing is not None:
             check_continues(scan.continuing, environment.name, load_environment(environment.name))
         problems |= {failure: failure for failure in try_environment(environment, tried, data.system_prompt)}
-    if not problems:
+    if not problems and not scan.images:
 
         def write(prompt: Prompt, answer: str) -> TrialAnswer:
             text = render(prompt.chat(data.system_prompt), tokenizer, prompt.where, add_generation_prompt=True)
@@ -87,7 +91,7 @@ def check_prompts(
                 note(failure)
         for line in compare_columns(reward, tried, write):
             note(line)
-    refuse(list(problems.values())[:SOURCES])
+    refuse([*list(problems.values())[:SOURCES], *scan.images])
     if scan.spelling:
         kept = data.special_tokens == "keep"
         are = (
@@ -130,6 +134,12 @@ class _Scan:
         prompt."""
         self.continuing: Prompt | None = None
         """The first prompt that continues stored turns."""
+        self._images: list[str] = []
+        """What is wrong with the images of the first `SOURCES` such prompts."""
+        self._more_images = 0
+        """Number of prompts beyond these."""
+        self._decoded = set[str]()
+        """The digests of images that can be decoded."""
         self.texts = 0
         self.spelling = 0
         """Number of prompts that spell special tokens."""
@@ -147,9 +157,27 @@ class _Scan:
         """The first prompt of each data source of each file."""
         return [prompt for sources in self._firsts.values() for prompt in sources.values()]
 
+    @property
+    def images(self) -> list[str]:
+        """What is wrong with the images of prompts, a line for each, and for those that are many."""
+        more = f"the images of {counted(self._more_images, 'more prompt')} cannot be used either"
+        return [*self._images, *([more] if self._more_images else [])]
+
+    def note_images(self, error: ImageError) -> None:
+        """Notes what is wrong with the images of the next prompt."""
+        if len(self._images) < SOURCES:
+            self._images.append(str(error))
+        else:
+            self._more_images += 1
+
     def look_at(self, prompt: Prompt) -> None:
         """Notes the mistakes of the next prompt."""
         data, tokenizer = self.data, self.readers[0]
+        try:
+            self._check_images(prompt)
+        except ImageError as error:
+            self.note_images(error)
+            return
         self.texts += prompt.is_text
         if prompt.continues is not None and self.continuing is None:
             self.continuing = prompt
@@ -168,6 +196,12 @@ class _Scan:
                 check_length(prompt, tokenizer, data.max_prompt_tokens, data.system_prompt)
             except UserError as error:
                 self.problems["length"] = str(error)
+
+    def _check_images(self, prompt: Prompt) -> None:
+        for number, image in enumerate(prompt.images, 1):
+            if (digest := digest_of(image)) not in self._decoded:
+                check_image(image, f"{prompt.where}: image {number}")
+                self._decoded.add(digest)
 
     def _check_truth(self, prompt: Prompt, first: Prompt | None) -> None:
         """Notes a ground truth that the reward cannot use. `first` is the tried sample of the data source, if there is

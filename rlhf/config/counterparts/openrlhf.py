@@ -313,6 +313,14 @@ def _critic_path(settings: Settings) -> Converted:
     return {}
 
 
+def _freeze_vision(settings: Settings) -> Converted:
+    if settings.has("actor.freeze_visual_encoder"):
+        return {"model.freeze_vision": settings.flag("actor.freeze_visual_encoder")}
+    if settings.has("data.max_images_per_prompt") and settings.count("data.max_images_per_prompt") > 0:
+        return {"model.freeze_vision": Assumed(False, "OpenRLHF trains the vision tower unless told")}
+    return {}
+
+
 def _template(settings: Settings) -> Converted:
     if not settings.flag("data.apply_chat_template"):
         raise UserError(
@@ -521,8 +529,14 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         "it is router_aux_loss_coef in the model's config.json, with output_router_logits: set it there, and remove it",
         unless=(0, 0.0),
     ),
-    refused("data.max_images_per_prompt", "models see text only here: use data without images", unless=(0,)),
-    without_equal(("data.image_key", "actor.freeze_visual_encoder"), "only data.max_images_per_prompt reads images"),
+    without_equal("data.max_images_per_prompt", "a prompt has the images of its row"),
+    refused("data.image_key", "the column is images, or image: rename it", unless=("images", "image")),
+    computed(
+        "actor.freeze_visual_encoder",
+        "model.freeze_vision",
+        _freeze_vision,
+        "false if data.max_images_per_prompt is set, as OpenRLHF's",
+    ),
     refused("ds.load_in_4bit", "weights are not quantized in training: remove it"),
     refused("ds.lora.dropout", "adapters have no dropout: set 0", unless=(0, 0.0)),
     without_equal("ds.packing_samples", "actor.packing null concatenates sequences where that saves time"),

@@ -37,6 +37,15 @@ def _model(settings: Settings) -> Converted:
     return {"model.path": name}
 
 
+VLM = ("model.vlm", f"{MODEL}.vlm", "orchestrator.model.vlm")
+
+
+def _freeze_vision(settings: Settings) -> Converted:
+    given = [f"{section}.freeze_vision_encoder" for section in VLM]
+    key = next((key for key in given if settings.has(key)), None)
+    return {} if key is None else {"model.freeze_vision": settings.flag(key)}
+
+
 def _sources(settings: Settings, section: str) -> dict[str, dict[str, Value]]:
     """Returns the settings of the environments in a section, by their position."""
     prefix = f"{section}.source."
@@ -407,10 +416,10 @@ COUNTERPARTS: tuple[Counterpart, ...] = (
         (f"{MODEL}.debug.num_layers", f"{MODEL}.index_cache.*", f"{VLLM}.rope_scaling", f"{VLLM}.rope_scaling.*"),
         "the model is that in model.path, with its config.json: remove it",
     ),
-    refused(
-        ("model.vlm", "model.vlm.*", f"{MODEL}.vlm.*", "orchestrator.model.vlm.*"),
-        "models see text only here: use data without images",
-        unless=(),
+    computed([f"{section}.freeze_vision_encoder" for section in VLM], "model.freeze_vision", _freeze_vision),
+    without_equal(
+        (*VLM, *(f"{section}.{part}_attr" for section in VLM for part in ("vision_encoder", "language_model"))),
+        "the parts of a model that sees images are known by its class",
     ),
     refused(
         ("tokenizer.*", "trainer.tokenizer.*", "orchestrator.tokenizer.*", f"{VLLM}.chat_template"),

@@ -34,7 +34,8 @@ from ratchet.rlhf.errors import UserError
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 REFERENCE = "actor_rollout_ref.ref"
-TEXT_ONLY = "models see text only here: use data without them"
+NO_VIDEO = "models see texts and images only here: use data without them"
+COLUMNS_OF_IMAGES = "the column is images, or image: rename it"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 _SAME = ("gae", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo")
@@ -51,8 +52,12 @@ KL_ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3", "k1"
 
 
 DISTILLATION = "distillation.distillation_loss"
-IMAGE_DATA = ("geo3k", "geometry3k", "pokemon", "openr1mm", "tinyllava-video")
-"""Parts of the names of verl's data sets with images or videos (examples/data_preprocess)."""
+IMAGE_DATA = ("geo3k", "geometry3k", "pokemon", "openr1mm")
+"""Parts of the names of verl's data sets with images (examples/data_preprocess)."""
+VISUAL = ".*visual.*"
+"""What verl's scripts leave out of adapters: the vision tower."""
+VIDEO_DATA = ("tinyllava-video",)
+"""Parts of the names of those with videos."""
 
 
 def _distills_alone(settings: Settings) -> bool:
@@ -270,9 +275,21 @@ def _train_files(settings: Settings) -> Converted:
     if not settings.has("data.train_files"):
         return {}
     names = settings.texts("data.train_files")
-    if images := [name for name in names if any(part in name.lower() for part in IMAGE_DATA)]:
-        raise UserError(f"data.train_files has {', '.join(images)}, whose rows have images or videos: {TEXT_ONLY}")
+    if videos := [name for name in names if any(part in name.lower() for part in VIDEO_DATA)]:
+        raise UserError(f"data.train_files has {', '.join(videos)}, whose rows have videos: {NO_VIDEO}")
     return {"data.train": names}
+
+
+def _freeze_vision(settings: Settings) -> Converted:
+    key = f"{ACTOR}.freeze_vision_tower"
+    if settings.has(key):
+        return {"model.freeze_vision": settings.flag(key)}
+    if settings[f"{MODEL}.exclude_modules"] == VISUAL:  # no adapters there
+        return {}
+    files = settings.texts("data.train_files") if settings.has("data.train_files") else []
+    if settings.has("data.image_key") or any(part in name.lower() for name in files for part in IMAGE_DATA):
+        return {"model.freeze_vision": Assumed(False, "verl trains the vision tower unless told")}
+    return {}
 
 
 def _validation_data(settings: Settings) -> Converted:
@@ -810,11 +827,19 @@ OVERRIDES = (
 """Keys of a model's config.json that change what it computes."""
 
 _REFUSED = (
+    refused("data.image_key", COLUMNS_OF_IMAGES, unless=("images", "image")),
+    refused(("data.video_key", "data.audio_key"), f"the rows have videos or sounds: {NO_VIDEO}"),
+    without_equal("data.image_patch_size", "the model's processor knows its patches"),
     refused(
-        ("data.image_key", "data.video_key", "data.audio_key"), f"the rows have images, videos or sounds: {TEXT_ONLY}"
+        "data.mm_processor_kwargs.*",
+        "images are processed as preprocessor_config.json says: set it there, and remove it",
     ),
-    refused(("data.image_patch_size", "data.mm_processor_kwargs.*"), f"it is for images: {TEXT_ONLY}"),
-    refused(f"{ACTOR}.freeze_vision_tower", f"it is for images: {TEXT_ONLY}"),
+    computed(
+        f"{ACTOR}.freeze_vision_tower",
+        "model.freeze_vision",
+        _freeze_vision,
+        "false if the rows have images, as verl's",
+    ),
     direct("data.shuffle", "data.shuffle"),
     refused("data.prompt_key", "the column is prompt: rename it", unless=("prompt",)),
     refused("data.reward_fn_key", "the column is data_source: rename it", unless=("data_source",)),
@@ -858,7 +883,7 @@ _REFUSED = (
     refused(f"{ROLLOUT}.dtype", "vLLM generates in model.dtype: remove it", unless=("bfloat16", "auto")),
     refused(f"{ROLLOUT}.do_sample", "responses are always sampled: remove it", unless=(True,)),
     refused(f"{ROLLOUT}.over_sample_rate", "every trajectory is finished: set 0", unless=(0, 0.0)),
-    refused(f"{ROLLOUT}.limit_images", f"it is for images: {TEXT_ONLY}"),
+    without_equal(f"{ROLLOUT}.limit_images", "a prompt has the images of its row"),
     refused((f"{MODEL}.mtp.enable_train",), "layers that predict several tokens are not trained: set false"),
     refused(
         (f"{MODEL}.lora.rank",),
@@ -869,7 +894,11 @@ _REFUSED = (
         (f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path"),
         "adapters begin untrained: merge them into the model at model.path, and remove it",
     ),
-    refused(f"{MODEL}.exclude_modules", "model.lora.target_modules names the layers that get adapters: remove it"),
+    refused(
+        f"{MODEL}.exclude_modules",
+        "model.lora.target_modules names the layers that get adapters: remove it",
+        unless=(VISUAL,),
+    ),
     refused(
         (
             *(f"{model}.override_config.{name}" for model in (MODEL, "critic.model") for name in OVERRIDES),
