@@ -26,7 +26,7 @@ from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.hf_configs import model_config
 from ratchet.rlhf.models.model_folders import base_models, hub_name
 from ratchet.rlhf.models.tokenizers import has_chat_template
-from ratchet.rlhf.schema import TRAJECTORY
+from ratchet.rlhf.schema import IMAGES, TRAJECTORY
 
 if TYPE_CHECKING:
     from ratchet.infra.runs.run import Run
@@ -219,10 +219,10 @@ def trajectories_card(run: Run, schema: pa.Schema, counts: Mapping[str, int], wi
     if trainer is not None:  # of the training, this config knows no more
         facts = [("reward", _reward(config))] if config.observed is None else []
     started = f" The policy started\nfrom {_model(config.model)}." if config.knows_model else ""
-    rows = [
-        (_code(field.name), _code(str(field.type)), TRAJECTORY[field.name].meaning if field.name in TRAJECTORY else "")
-        for field in schema
-    ]
+    # of images the run has the digests
+    meanings = {column.name: column.meaning for column in TRAJECTORY.columns}
+    meanings[IMAGES] = "images among the tokens, in order"
+    rows = [(_code(field.name), _code(str(field.type)), meanings.get(field.name, "")) for field in schema]
     left_out = f"\n\nColumns that were left out: {', '.join(map(_code, without))}." if without else ""
     body = f"""# {_code(name)}
 

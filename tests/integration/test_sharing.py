@@ -32,10 +32,12 @@ from ratchet.infra.runs.hub import push, push_trajectories
 from ratchet.infra.runs.parquet_file import write_parquet
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.store.object_store import ObjectStore
+from ratchet.infra.store.records import sha256_of
 from ratchet.rlhf.errors import RatchetError, UserError
 from ratchet.rlhf.schema import frame_of
 from tests import cards, modes, tiny
 from tests.hub_server import READS, WRITES, Hub, Repository, hub_server, validated
+from tests.pictures import observed, picture
 from tests.ports import free_port
 from tests.prefect_server import locked
 from tests.processes import Processes
@@ -423,6 +425,34 @@ def test_columns_are_left_out_of_pushed_trajectories(shared: Run, online: Hub) -
         with pytest.raises(UserError, match=says):
             push_trajectories(shared, "me/other", without=[column])
     assert "datasets/me/other" not in online.repositories
+
+
+def test_images_are_pushed_as_images(online: Hub, tmp_path: Path) -> None:
+    run = observed(f"file://{tmp_path}/runs", "pictures")
+    push_trajectories(run, "me/pictures")
+    card = online.repositories["datasets/me/pictures"].files["README.md"].decode()
+    assert validated(card) == {"errors": [], "warnings": []}
+    assert (
+        "| `images` | `list<item: struct<bytes: binary, path: string>>` | images among the tokens, in order |" in card
+    )
+    load = (
+        "import datasets; rows = datasets.load_dataset('me/pictures', split='train')\n"
+        "print(rows.features['images'], [[image.size for image in row['images']] for row in rows])"
+    )
+    settings = {"HF_ENDPOINT": online.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "h"), "HF_TOKEN": READS}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", load], env=clean | settings, check=True, capture_output=True, text=True
+    )
+    step = [[(24, 16)], [(24, 16), (24, 16)], [(900, 600)]]
+    assert done.stdout == f"List(Image(mode=None, decode=True)) {[*step, *step]}\n"
+    push_trajectories(run, "me/words", without=["images"])
+    for path, data in online.repositories["datasets/me/words"].files.items():
+        assert picture("red") not in data, path
+        assert not path.endswith(".parquet") or "images" not in pq.read_schema(io.BytesIO(data)).names
+    Path(run.store.url.removeprefix("file://"), "images", sha256_of(picture("red"))).unlink()
+    with pytest.raises(UserError, match="is missing: restore it from a backup"):
+        push_trajectories(run, "me/lost")
 
 
 def test_trajectories_are_not_a_model(pushed: Push, hub: Hub) -> None:
