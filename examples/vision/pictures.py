@@ -149,7 +149,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--train", type=int, default=4096, help="rows of train.parquet")
+    parser.add_argument("--train", type=int, default=2048, help="rows of train.parquet")
     parser.add_argument("--test", type=int, default=256, help="rows of test.parquet")
     parser.add_argument("--sft", type=int, default=4096, help="rows of sft.parquet")
     parser.add_argument("--shuffled", action="store_true", help="exchange the pictures that are learned from")
