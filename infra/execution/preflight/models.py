@@ -108,9 +108,7 @@ def _check_vision(config: RunConfig) -> None:
             )
     for key, model in config.named_models.items():
         if model.kernels != "torch":
-            mistakes.append(
-                f"{named}, and {key}.kernels {model.kernels} is not tried with any: set {key}.kernels: torch"
-            )
+            mistakes.append(f"{named}, which {key}.kernels {model.kernels} does not know: set {key}.kernels: torch")
     for role in config.readers:
         for model in config.models_of(role).values():
             if not sees_images(model):
