@@ -82,14 +82,17 @@ def rows(drawn: Sequence[Picture], pictured: Sequence[Picture], split: str) -> p
     found: list[dict[str, Any]] = []
     for number, (about, shown) in enumerate(zip(drawn, pictured, strict=True)):
         kind = number % len(QUESTIONS)
-        row = {
+        row: dict[str, Any] = {
             "data_source": ("squares", "missing_colour")[kind],
             "prompt": [{"role": "user", "content": f"<image>{QUESTIONS[kind]}"}],
             "images": [{"bytes": shown.png, "path": f"{split}-{number:05}.png"}],
         }
         answer = about.answers[kind]
-        more = {"response": answer} if split == "sft" else {"reward_model": {"style": "rule", "ground_truth": answer}}
-        found.append(row | more)
+        if split == "sft":
+            row["response"] = answer
+        else:
+            row["reward_model"] = {"style": "rule", "ground_truth": answer}
+        found.append(row)
     if split == "sft":
         types["response"] = pa.string()
     else:
