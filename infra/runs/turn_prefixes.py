@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow.compute as pc
 
 from ratchet.infra.runs.run import Run
+from ratchet.infra.store.images import Images
 from ratchet.rlhf.data.prompts import original, stored_chat, structures
 from ratchet.rlhf.environments.dialogues import CONTINUED
 from ratchet.rlhf.errors import UserError
@@ -75,6 +78,18 @@ def _row(run: Run, trajectory_id: str) -> Mapping[str, Any]:
     raise UserError(f"{run.store.url} has no trajectory {trajectory_id}: `ratchet show` lists them")
 
 
+def _asked(run: Run, messages: str, is_text: bool) -> dict[str, Any]:
+    """Returns the columns of the prompt: where its messages name images, also these, as data: URLs."""
+    prompt, images = original(messages, is_text), Images(run.store.objects)
+    digests = [digest for message in json.loads(messages) for digest in message.get("images", ())]
+    if not digests:
+        return {"prompt": prompt}
+    if not isinstance(prompt, str):
+        prompt = [{name: value for name, value in message.items() if name != "images"} for message in prompt]
+    encoded = [base64.b64encode(images.get(digest)).decode() for digest in digests]
+    return {"prompt": prompt, "images": [f"data:image/png;base64,{data}" for data in encoded]}
+
+
 def _rows(run: Run, row: Mapping[str, Any], turns: Iterable[int]) -> Iterator[dict[str, Any]]:
     chat = stored_chat(row["messages"], row["tools"])
     truth, extra = structures(row["ground_truth"], row["ground_truth_is_json"], row["extra_info"])
@@ -83,7 +98,7 @@ def _rows(run: Run, row: Mapping[str, Any], turns: Iterable[int]) -> Iterator[di
         prefix = {name: row[name][:turn] for name in CONTINUED} | {"states": (row["turn_states"] or [])[:turn]}
         yield {
             "data_source": row["data_source"],
-            "prompt": original(row["messages"], row["prompt_is_text"]),
+            **_asked(run, row["messages"], row["prompt_is_text"]),
             **({"tools": list(chat.tools)} if chat.tools else {}),
             "reward_model": {"style": "rule", "ground_truth": truth},
             "extra_info": extra,

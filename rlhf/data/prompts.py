@@ -111,11 +111,6 @@ def asked(chat: Chat, where: str) -> Prompt:
     return Prompt("", messages, None, False, "{}", tools=tools, where=where, images=images)
 
 
-def first_with_images(dataset: PromptDataset) -> Prompt | None:
-    """Returns the first prompt that has images; None if none has."""
-    return next((prompt for prompt in dataset if prompt.images), None)
-
-
 def structures(ground_truth: str | None, is_json: bool | None, extra_info: str | None) -> tuple[Any, Any]:
     """Decodes a prompt's ground truth and `extra_info` for a reward or an environment.
 

@@ -25,7 +25,7 @@ from ratchet.rlhf.data.expert_answers import ExpertAnswers
 from ratchet.rlhf.data.files import data_digest, digest
 from ratchet.rlhf.data.formats import messages_of, question_of
 from ratchet.rlhf.data.images import check_image, digest_of
-from ratchet.rlhf.data.prompts import Prompt, PromptDataset, first_with_images
+from ratchet.rlhf.data.prompts import Prompt, PromptDataset
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.tokenizers import load_tokenizer
 from tests import tiny
@@ -409,16 +409,6 @@ def test_each_row_with_a_broken_image_is_named(folder: Path) -> None:
         check_prompts(PromptDataset([path]), ModelConfig(path=str(model)), data, RewardConfig(function="gsm8k"), None)
     lines = [line for line in str(refused.value).splitlines() if "cannot be decoded" in line]
     assert [line.partition(": ")[0] for line in lines] == [f"{path}, line {number + 1}" for number in sorted(broken)]
-
-
-def test_the_first_prompt_with_images(folder: Path) -> None:
-    rows = [{"prompt": "a"}, {"prompt": "b", "image": RED_URL}, {"prompt": "c", "image": RED_URL}]
-    prompts(folder, *rows)
-    found = first_with_images(PromptDataset([folder / "rows.jsonl"]))
-    assert found is not None
-    assert found.where == f"{folder}/rows.jsonl, line 2"
-    prompts(folder, rows[0])
-    assert first_with_images(PromptDataset([folder / "rows.jsonl"])) is None
 
 
 def test_the_digest_of_the_data_covers_the_images_that_it_names(folder: Path) -> None:
