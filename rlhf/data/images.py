@@ -103,6 +103,12 @@ def check_image(data: bytes, where: str) -> None:
             raise _broken(where, error) from None
 
 
+def size_of(data: bytes, where: str) -> tuple[int, int]:
+    """Returns the width and height of an image, whose pixels are not decoded. Raises UserError as `decoded`."""
+    with _opened(data, where) as image:
+        return image.size
+
+
 def decoded(data: bytes, where: str) -> Image:
     """Decodes an image in RGB. Raises ImageError if it cannot be decoded, or has more than `MAX_PIXELS`."""
     with _opened(data, where) as image:

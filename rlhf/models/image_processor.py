@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ratchet.rlhf.data.images import decoded, digest_of
+from ratchet.rlhf.data.images import decoded, digest_of, size_of
 from ratchet.rlhf.errors import UserError, in_one_line
 from ratchet.rlhf.models.families import VISION
 from ratchet.rlhf.models.hf_configs import model_config
@@ -51,6 +51,8 @@ class ImageProcessor:
         """The placeholder, and in most families the token of each patch."""
         self.stand_in = int(tokenizer.eos_token_id)
         """What a model reads in place of a placeholder that it drew itself."""
+        self._tokens_of: dict[tuple[int, int], tuple[int, ...]] = {}
+        """The tokens of images by width and height."""
         self._kept: OrderedDict[str, ProcessedImage] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
@@ -86,7 +88,22 @@ class ImageProcessor:
                 "model.chat_template to one that writes each image, or leave out such rows"
             )
         rest = iter(images)
-        return [part for token in ids for part in (self(next(rest)).tokens if token == self.token_id else (token,))]
+        return [
+            part for token in ids for part in (self._tokens(next(rest), where) if token == self.token_id else (token,))
+        ]
+
+    def _tokens(self, image: bytes, where: str) -> tuple[int, ...]:
+        """Returns the tokens of an image. They depend on its size only, so few images are processed for them."""
+        width, height = size_of(image, f"{where}: an image")
+        if (width, height) not in self._tokens_of:
+            try:
+                self._tokens_of[width, height] = self(image).tokens
+            except ValueError as error:  # such as a picture that is far too long for its width
+                raise UserError(
+                    f"{where}: the model's processor refuses an image of {width} × {height} pixels: "
+                    f"{in_one_line(error)}: leave out such rows"
+                ) from None
+        return self._tokens_of[width, height]
 
     def _process(self, image: bytes) -> ProcessedImage:
         picture = decoded(image, "an image")

@@ -154,6 +154,18 @@ def test_prompts_have_the_tokens_of_the_familys_processor(tmp_path: Path, kind: 
         assert ids == own_inputs(model, *row)["input_ids"][0].tolist()
 
 
+@pytest.mark.parametrize("kind", VISION)
+def test_the_tokens_of_an_image_depend_on_its_size_only(tmp_path: Path, kind: str) -> None:
+    model = tiny_vision_model(tmp_path, kind)
+    seen = image_processor(model)
+    assert seen is not None
+    for width, height in ((60, 80), (200, 57), (33, 31), (1, 9)):
+        of_pictures = [seen(picture(seed, width, height)) for seed in range(3)]
+        assert len({image.tokens for image in of_pictures}) == 1
+        pixels = [image.inputs["pixel_values"] for image in of_pictures]
+        assert not torch.equal(pixels[0], pixels[1])
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {"share_prompts": False},
     "packed": {"share_prompts": False, "packing": True},
@@ -266,6 +278,14 @@ def test_a_critic_sees(tmp_path: Path, kind: str) -> None:
     np.testing.assert_allclose(values[2], values[0], rtol=0, atol=1e-4)
     of_rows = values[0].reshape(len(ROWS), -1)
     assert np.abs(of_rows[0] - of_rows[2]).max() > 1e-2, "another picture has other values"
+
+
+def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
+    model = tiny_vision_model(tmp_path, "qwen2_5_vl")
+    thin = picture(1, 900, 3)
+    message: Any = {"role": "user", "content": "<image>", "images": [digest_of(thin)]}
+    with pytest.raises(UserError, match="file, row 3: the model's processor refuses an image of 900 × 3 pixels: "):
+        tokenize_chat(Chat([message], (), (thin,)), load_tokenizer(model), "file, row 3")
 
 
 def test_images_need_a_model_that_sees(tmp_path: Path) -> None:
