@@ -80,7 +80,8 @@ def _row(run: Run, trajectory_id: str) -> Mapping[str, Any]:
 
 def _asked(run: Run, messages: str, is_text: bool) -> dict[str, Any]:
     """Returns the columns of the prompt: where its messages name images, also these, as data: URLs."""
-    prompt, images = original(messages, is_text), Images(run.store.objects)
+    prompt: Any = original(messages, is_text)
+    images = Images(run.store.objects)
     digests = [digest for message in json.loads(messages) for digest in message.get("images", ())]
     if not digests:
         return {"prompt": prompt}
