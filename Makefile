@@ -107,7 +107,8 @@ test: $(VENV)/installed ## the tests, without the slow ones: about a quarter of 
 # what depends most on torch, transformers, PEFT, DeepSpeed, Prefect and Ray
 VERSIONS ?= oldest
 OTHERS = tests/contract/test_train_engines.py tests/contract/test_lora.py \
-	tests/integration/test_deploy.py tests/integration/test_packaging.py tests/unit/test_hub_layout.py
+	tests/integration/test_deploy.py tests/integration/test_packaging.py tests/unit/test_hub_layout.py \
+	$(if $(filter newest,$(VERSIONS)),tests/contract/test_vision.py)
 test-versions: ## some of them with the oldest versions that pyproject.toml takes; VERSIONS=newest: with the newest
 	$(MAKE) build/$(VERSIONS)/installed VENV=build/$(VERSIONS) CONSTRAINTS=tests/versions/$(VERSIONS).txt
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) -m "not slow" $(OTHERS)

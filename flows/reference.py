@@ -448,8 +448,8 @@ by name: other engines, `sequence_parallel`, `tensor_parallel`, `kernels`, `roll
 families with images. `tests/contract/test_vision.py` checks, with tiny models:
 
 - Prompts have the tokens of the family's own processor, one for each patch. Lengths, budgets and packing count them, and
-  `data.truncation` never cuts a prompt with images. The processor computes with Pillow and needs no torchvision; SmolVLM's
-  needs the package num2words.
+  `data.truncation` never cuts a prompt with images. The processor computes with Pillow, for which
+  transformers 5.16 also asks for torchvision, and later versions do not; SmolVLM's needs the package num2words.
 - The log-probs of the rollout, of the trainer (padded, packed, and with shared prompts) and of transformers' model are
   equal, with each family's positions of images. Another picture changes them.
 - The vision tower with its projector keeps its weights, unless `model.freeze_vision` is false.

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ratchet.rlhf.data.images import decoded, digest_of, size_of
 from ratchet.rlhf.errors import UserError, in_one_line
@@ -46,7 +46,6 @@ class ImageProcessor:
     def __init__(self, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Loads the processor of a model's folder. Raises UserError if the folder has none, or its files do not fit."""
         self._processor = _processor(model, tokenizer)
-        self._tokenizer = tokenizer
         self.token_id = int(tokenizer.convert_tokens_to_ids(self._processor.image_token))
         """The placeholder, and in most families the token of each patch."""
         self.stand_in = int(tokenizer.eos_token_id)
@@ -107,19 +106,15 @@ class ImageProcessor:
 
     def _process(self, image: bytes) -> ProcessedImage:
         picture = decoded(image, "an image")
-        inputs, [written] = self._processor._process_images([picture], return_tensors="pt", **self._options)
-        ids = self._tokenizer(written, add_special_tokens=False)["input_ids"]
-        tensors = {name: value for name, value in inputs.items() if name in self._names}
-        return ProcessedImage(tuple(ids), tensors)
-
-    @property
-    def _names(self) -> frozenset[str]:
-        return frozenset(self._processor.image_processor.model_input_names)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        defaults = self._processor.valid_processor_kwargs._defaults.get("images_kwargs", {})
-        return {name: value for name, value in defaults.items() if name != "return_tensors"}
+        processed = self._processor(
+            text=[self._processor.image_token],
+            images=[[picture]],
+            return_tensors="pt",
+            text_kwargs={"add_special_tokens": False},
+        )
+        names = self._processor.image_processor.model_input_names
+        inputs = {name: processed[name] for name in names if name in processed}
+        return ProcessedImage(tuple(processed["input_ids"][0].tolist()), inputs)
 
 
 def joined(images: Sequence[ProcessedImage]) -> dict[str, Tensor]:
