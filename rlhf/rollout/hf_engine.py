@@ -53,11 +53,12 @@ class _Prompt(NamedTuple):
     ids: tuple[int, ...]
     images: tuple[bytes, ...]
     drawn: int
-    """Number of tokens at the end that were not in the trajectory's prompt, and so name no image."""
+    """Number of tokens at the end that were not in the trajectory's prompt, and so name no image; 0 of a model that
+    reads text only."""
 
     @classmethod
-    def of(cls, request: Request) -> _Prompt:
-        return cls(request.prompt_ids, request.images, request.generated_tokens if request.images else 0)
+    def of(cls, request: Request, *, sees: bool) -> _Prompt:
+        return cls(request.prompt_ids, request.images, request.generated_tokens if sees else 0)
 
 
 @dataclass
@@ -248,7 +249,7 @@ class HFRollout(RolloutEngine):
         requests, sampling = [row.request for row in rows], rows[0].sampling
         assert all(row.sampling == sampling for row in rows), "a batch has one way of sampling"
         device = self.model.device
-        prompts = [_Prompt.of(request) for request in requests]
+        prompts = [_Prompt.of(request, sees=self.vision is not None) for request in requests]
         prompt_of = torch.arange(len(requests), device=device)
         if self.decoding.selects:  # a shared prompt is computed once
             of_requests, prompts = prompts, list(dict.fromkeys(prompts))

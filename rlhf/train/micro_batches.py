@@ -252,8 +252,9 @@ class MicroBatch:
         shared: SharedPrompts | Segments | None = None
         routes = _routes(part, prompts + read) if ROUTES in part else None
         prompt_ids, drawn_ids, images, axes = part.flat("prompt_ids"), response_ids, [], None
-        if vision is not None and part.has_values(IMAGES):
+        if vision is not None:
             drawn_ids = vision.readable(response_ids, np.ones(len(response_ids), dtype=bool))
+        if vision is not None and part.has_values(IMAGES):
             images = [vision.stored(digests or ()) for digests in part.list(IMAGES)]
             axes = _positions(vision, prompt_ids, drawn_ids[is_read], prompts, read, images)
         if layout == "shared":

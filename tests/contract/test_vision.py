@@ -215,6 +215,9 @@ def test_a_placeholder_that_the_policy_drew_is_no_image(tmp_path: Path, kind: st
         # what follows reads the same; the token itself is another
         np.testing.assert_allclose(of_drawn[:, 2:], of_stand_in[:, 2:], rtol=0, atol=CLOSE)
         assert np.abs(of_drawn[:, 1] - of_stand_in[:, 1]).min() > 1e-3
+        # also in a micro-batch without images
+        alone = [computed(engine(model, **options), batch.take([4])) for batch in batches]
+        np.testing.assert_allclose(alone[0][2:], alone[1][2:], rtol=0, atol=CLOSE)
 
 
 def step(trainer: TorchEngine, batch: TrajectoryBatch) -> dict[str, torch.Tensor]:
