@@ -8,7 +8,7 @@ run python examples/vision/pictures.py data/vision
 if [ ! -f models/vision-sft/model.safetensors ]; then
     run python examples/vision/model.py models/vision-base
     run ratchet sft --model models/vision-base --data data/vision/sft.parquet --output models/vision-sft \
-        --steps 160 --batch-examples 64 --lr 1.5e-3 --warmup-steps 20 model.freeze_vision=false
+        --steps 260 --batch-examples 64 --lr 1.5e-3 --warmup-steps 20 model.freeze_vision=false
 fi
 run ratchet train examples/vision/grpo.yaml
 run python examples/summary.py vision

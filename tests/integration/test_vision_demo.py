@@ -73,7 +73,7 @@ def held_out(folder: Path, script: str, name: str, server: str) -> list[float]:
 def test_held_out_pictures_are_read(tmp_path: Path, prefect_server: str) -> None:
     """The whole demo."""
     scores = held_out(tmp_path, "run.sh", "vision", prefect_server)
-    assert scores[0] < 0.75
+    assert scores[0] < 0.8
     assert scores[-1] > 0.9
 
 
