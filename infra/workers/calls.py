@@ -250,7 +250,7 @@ class Context(Generic[C]):
 
     def stored_images(self, digests: Sequence[str] | None) -> tuple[bytes, ...]:
         """Reads the images that a row names."""
-        return tuple(map(self.images.get, digests or ()))
+        return tuple(self.images.get(digest) for digest in digests or ())
 
     @property
     def _role(self) -> str:

@@ -21,7 +21,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from ratchet.rlhf.data.formats import Message, Messages
+from ratchet.rlhf.data.formats import Chat, Message, Messages
 from ratchet.rlhf.data.images import MARK
 
 if TYPE_CHECKING:
@@ -214,6 +214,8 @@ class TokenizerState:
             found = self.pattern.sub(lambda match: way[match[0]], contents)
         elif isinstance(contents, Mapping):
             found = {self.marked(key, way): self.marked(value, way) for key, value in contents.items()}
+        elif isinstance(contents, Chat):
+            found = Chat(*(self.marked(part, way) for part in contents))
         elif isinstance(contents, list | tuple):
             found = [self.marked(one, way) for one in contents]
         return cast(T, found)

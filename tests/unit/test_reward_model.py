@@ -52,7 +52,7 @@ def test_scores_are_those_of_the_model_asked_one_by_one(
     engine = RewardEngine(load_reward_model(config), tokenizer)
     alone = AutoModelForSequenceClassification.from_pretrained(folder)
     expected = []
-    for (messages, _), response in SAID:
+    for (messages, *_), response in SAID:
         if template:
             ids = tokenizer.apply_chat_template(
                 [*messages, {"role": "assistant", "content": response}], return_tensors="pt", return_dict=False

@@ -262,7 +262,7 @@ def test_logs_become_prompts_and_trajectories(
         *(row["prompt"] for row in rows[2:]),
     ]
     assert [list(prompt.tools) for prompt in dataset] == [[], [], [], [tool], [], []]
-    examples, left_out = supervised(
+    examples, left_out, _ = supervised(
         str(tmp_path / "trajectories.parquet"), tokenizer, prompt="prompt", response="response", max_tokens=500
     )
     assert (len(examples), left_out) == (5, 0)

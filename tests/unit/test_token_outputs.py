@@ -85,8 +85,8 @@ def test_a_model_that_does_not_tell_packed_sequences_apart_is_refused(kind: str,
             TokenOutputs(loaded, "policy", packing=True)
 
 
-def test_packing_is_checked_though_prompts_are_shared() -> None:
-    """Rows that stay together are packed whole. OPT counts positions from its mask, so it computes only shared ones."""
+def test_packed_sequences_are_told_apart_by_what_describes_them() -> None:
+    """OPT counts positions from its mask unless it is given them: packed sequences are as long as padded ones."""
     config = OPTConfig(
         vocab_size=50,
         hidden_size=16,
@@ -98,10 +98,19 @@ def test_packing_is_checked_though_prompts_are_shared() -> None:
         init_std=0.3,
         dropout=0.0,
     )
+    torch.manual_seed(0)
     loaded = OPTForCausalLM(config).eval()
-    assert TokenOutputs(loaded, "policy", share_prompts=True).shares_prompts
-    with pytest.raises(UserError, match="OPTForCausalLM does not tell packed sequences apart"):
-        TokenOutputs(loaded, "policy", packing=True, share_prompts=True)
+    rows = {"prompt_ids": [[3, 4, 5], [6, 7], [8, 9, 10, 11]], "response_ids": [[12, 13, 14], [15, 16, 17], [19, 20]]}
+    batch = TrajectoryBatch.of(rows)
+    outputs = TokenOutputs(loaded, "policy", packing=True, share_prompts=True)
+
+    def log_probs(layout: Layout) -> torch.Tensor:
+        micro = MicroBatch.of(batch, range(3), layout)
+        given = (micro.input_ids, micro.position_ids, micro.at, micro.targets, 1.0, ("log_probs",), micro.shared)
+        with torch.no_grad():
+            return outputs(*given)["log_probs"]
+
+    torch.testing.assert_close(log_probs("packed"), log_probs("padded"), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
