@@ -215,7 +215,8 @@ class TokenizerState:
         elif isinstance(contents, Mapping):
             found = {self.marked(key, way): self.marked(value, way) for key, value in contents.items()}
         elif isinstance(contents, Chat):
-            found = Chat(*(self.marked(part, way) for part in contents))
+            messages, tools, images = contents  # images have no text
+            found = Chat(self.marked(messages, way), tuple(self.marked(tool, way) for tool in tools), images)
         elif isinstance(contents, list | tuple):
             found = [self.marked(one, way) for one in contents]
         return cast(T, found)
