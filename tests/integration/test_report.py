@@ -68,7 +68,8 @@ def test_runs_are_overlaid(page: Page, shown_runs: Path, tmp_path: Path) -> None
     charts = {chart["title"]: dict(zip(chart["names"], chart["y"], strict=True)) for chart in page.evaluate(CHARTS)}
     metrics = dict(zip(("ppo", "grpo"), (run.metrics() for run in both), strict=True))
     reported = {name for frame in metrics.values() for name in frame}
-    elsewhere = {"timing_s/update_weights", "perf/weight_sync_bytes"}  # here the rollout shares the actor's tensors
+    # here the rollout shares the actor's tensors
+    elsewhere = {"timing_s/update_weights", "perf/weight_sync_bytes", "canary/difference"}
     elsewhere |= {
         "perf/mfu/actor",
         "perf/max_memory_allocated_gb",
@@ -258,6 +259,7 @@ def test_a_sample_is_bounded_and_holds_best_and_worst() -> None:
             "trajectory_id": [f"it{number // 100}-{number}" for number in range(300)],
             "iteration": np.arange(300) // 100,
             "score": generator.normal(size=300),
+            "response": ["a response"] * 300,
             "response_ids": [np.zeros(10)] * 300,
         }
     )
