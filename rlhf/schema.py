@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
 
 if TYPE_CHECKING:
     import pandas as pd
 
+T = TypeVar("T")
 _TOKENS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float32())
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
@@ -39,8 +40,23 @@ CONTINUATIONS = pa.list_(
 """Type of a column of trajectories that play on from turns of others."""
 IMAGES = "images"
 """The column of the images among the tokens."""
+TURN_IMAGES = "turn_images"
+"""The column of how many of them answered each turn."""
+READ = ("prompt_ids", "response_ids", "response_mask", IMAGES, TURN_IMAGES)
+"""The columns of what a model reads of a trajectory."""
 ROUTES = "routed_experts"
 """The column of the experts that the rollout chose."""
+
+
+def prompt_images(images: Sequence[T] | None, turn_images: Sequence[int] | None) -> Sequence[T]:
+    """Returns those of a trajectory's images that are in its prompt.
+
+    Args:
+        images: one for each image of the column `images`; None: there are none.
+        turn_images: the cell of the column of this name.
+    """
+    images = () if images is None else images
+    return images[: len(images) - sum(() if turn_images is None else turn_images)]
 
 
 def parts_of(cell: Sequence[Mapping[str, object]] | None) -> dict[str, float]:
@@ -320,6 +336,13 @@ TRAJECTORY = TrajectorySchema(
             "generate",
             "sha256 of each image among the tokens, in order; the run's folder has them as images/<sha256>",
             null="there are none",
+        ),
+        Column(
+            TURN_IMAGES,
+            pa.list_(pa.int32()),
+            "generate",
+            "how many of the images, the last ones, are in the environment's answer to each turn of the policy",
+            null="the environment answered with none",
         ),
         Column(
             ROUTES,

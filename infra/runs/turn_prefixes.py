@@ -14,6 +14,7 @@ from ratchet.infra.store.images import Images
 from ratchet.rlhf.data.prompts import original, stored_chat, structures
 from ratchet.rlhf.environments.dialogues import CONTINUED
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.schema import IMAGES, TURN_IMAGES, prompt_images
 
 COLUMNS = (
     "trajectory_id",
@@ -25,6 +26,7 @@ COLUMNS = (
     "ground_truth_is_json",
     "extra_info",
     "response_ids",
+    IMAGES,
     *CONTINUED,
     "turn_states",
 )
@@ -81,14 +83,18 @@ def _row(run: Run, trajectory_id: str) -> Mapping[str, Any]:
 def _asked(run: Run, messages: str, is_text: bool) -> dict[str, Any]:
     """Returns the columns of the prompt: where its messages name images, also these, as data: URLs."""
     prompt: Any = original(messages, is_text)
-    images = Images(run.store.objects)
     digests = [digest for message in json.loads(messages) for digest in message.get("images", ())]
     if not digests:
         return {"prompt": prompt}
     if not isinstance(prompt, str):
         prompt = [{name: value for name, value in message.items() if name != "images"} for message in prompt]
-    encoded = [base64.b64encode(images.get(digest)).decode() for digest in digests]
-    return {"prompt": prompt, "images": [f"data:image/png;base64,{data}" for data in encoded]}
+    return {"prompt": prompt, "images": [f"data:image/png;base64,{data}" for data in _encoded(run, digests)]}
+
+
+def _encoded(run: Run, digests: Iterable[str]) -> list[str]:
+    """Returns the stored bytes of images as base64."""
+    images = Images(run.store.objects)
+    return [base64.b64encode(images.get(digest)).decode() for digest in digests]
 
 
 def _rows(run: Run, row: Mapping[str, Any], turns: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -96,7 +102,9 @@ def _rows(run: Run, row: Mapping[str, Any], turns: Iterable[int]) -> Iterator[di
     truth, extra = structures(row["ground_truth"], row["ground_truth_is_json"], row["extra_info"])
     for turn in turns:
         end = row["turn_starts"][turn]
-        prefix = {name: row[name][:turn] for name in CONTINUED} | {"states": (row["turn_states"] or [])[:turn]}
+        prefix: dict[str, Any] = {name: (row[name] or [])[:turn] for name in CONTINUED}
+        heard = (row[IMAGES] or [])[len(prompt_images(row[IMAGES], row[TURN_IMAGES])) :][: sum(prefix[TURN_IMAGES])]
+        prefix |= {"states": (row["turn_states"] or [])[:turn], "images": _encoded(run, heard)}
         yield {
             "data_source": row["data_source"],
             **_asked(run, row["messages"], row["prompt_is_text"]),

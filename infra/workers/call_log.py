@@ -53,6 +53,8 @@ JOURNAL = pa.schema(
         "states": pa.list_(pa.string()),
         "routes": pa.large_binary(),
         "slots": pa.int32(),
+        "images": pa.list_(pa.large_binary()),
+        "turn_images": pa.list_(pa.int32()),
     }
 )
 """Columns of a journal; see `Dialogue`."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ratchet.rlhf import event_loop, spans
 from ratchet.rlhf.agents.sessions import Policy, Recorded, Recorder
 from ratchet.rlhf.config.sections import OnError
+from ratchet.rlhf.data.formats import Chat
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 from ratchet.rlhf.environments.environment import EnvironmentFailed
@@ -382,6 +383,7 @@ class Generator:
         scope = "" if record is None else record.scope
         observation = await environments.step(dialogue, response_text(turn, self.tokenizer), scope)
         content = observation.content
+        assert content is None or isinstance(content, str | Chat), "it has been read"
         ids = [] if content is None else content_ids(content, turn[-1], self.tokenizer)
         reason = ""
         if content is None:
@@ -399,7 +401,7 @@ class Generator:
         if reason:
             dialogue.finish_reason = reason
         else:
-            dialogue.heard(ids)
+            dialogue.heard(ids, content.images if isinstance(content, Chat) else ())
         if environments.durable and not reason:
             dialogue.states.append(await environments.snapshot(dialogue))
         if record is not None:

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 from ratchet.rlhf.data.formats import Chat, Message, Messages
 from ratchet.rlhf.data.images import MARK
+from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,6 +132,22 @@ def _in_parts(message: Message) -> dict[str, Any]:
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": text}] if text else []
     return others | {"content": parts}
+
+
+def check_sees(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raises UserError if messages have images, and the model has no way to read them; `where` is their place."""
+    reads_text = state_of(tokenizer).images is None
+    if chat.images and (reads_text or not tokenizer.chat_template):
+        lacks = "the model reads text only" if reads_text else "the model has no chat template"
+        raise UserError(
+            f"{where} has images, and {lacks}: choose a vision-language model (docs/models.md), or leave them out"
+        )
+
+
+def with_image_tokens(ids: list[int], chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
+    """Replaces the placeholders in tokenized messages by the tokens of their images."""
+    processor = state_of(tokenizer).images
+    return ids if processor is None else processor.expanded(ids, chat.images, where)
 
 
 def special_in(contents: object, tokenizer: PreTrainedTokenizerBase) -> set[str]:

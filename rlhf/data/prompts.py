@@ -358,18 +358,12 @@ def tokenize_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) ->
     def template(chat: Chat) -> str:
         return render(chat, tokenizer, where, add_generation_prompt=True)
 
-    processor = state_of(tokenizer).images
-    if chat.images and (processor is None or not tokenizer.chat_template):
-        lacks = "the model reads text only" if processor is None else "the model has no chat template"
-        raise UserError(
-            f"{where} has images, and {lacks}: choose a vision-language model (docs/models.md), or leave out such rows"
-        )
+    check_sees(chat, tokenizer, where)
     if tokenizer.chat_template:  # a template writes the special tokens itself
         # split before contents are searched for special tokens, of which the mark of an image may be one
         chat = Chat(in_parts(chat.messages, tokenizer), chat.tools, chat.images)
         written = render_contents(template, chat, tokenizer)
-        ids = token_ids(written, tokenizer)
-        return written.text, ids if processor is None else processor.expanded(ids, chat.images, where)
+        return written.text, with_image_tokens(token_ids(written, tokenizer), chat, tokenizer, where)
     text = template(chat)
     return text, tokenize_start(text, tokenizer)
 

@@ -12,8 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from ratchet.rlhf.data.chat_turns import CONTENT, around_content, by_template, render_contents, text_ids, token_ids
-from ratchet.rlhf.data.formats import Message, Messages, Tools
+from ratchet.rlhf.data.chat_turns import (
+    CONTENT,
+    around_content,
+    by_template,
+    check_sees,
+    in_parts,
+    render_contents,
+    text_ids,
+    token_ids,
+    with_image_tokens,
+)
+from ratchet.rlhf.data.formats import Chat, Message, Messages, Tools
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.environment import KEY
 from ratchet.rlhf.errors import UserError
@@ -51,12 +61,14 @@ JOURNALED = (
     "states",
     "routes",
     "slots",
+    "images",
+    "turn_images",
 )
 """The fields of a trajectory that a journal stores."""
 ROUTE_BYTES = np.dtype(np.int16).itemsize
 OF_TOKENS = ("ids", "log_probs", "mask", "versions")
 """Those with one entry per token."""
-CONTINUED = ("turn_starts", "turn_ends", "turn_rewards")
+CONTINUED = ("turn_starts", "turn_ends", "turn_rewards", "turn_images")
 """Those with one entry per turn, which a trajectory that continues another one has of it."""
 CALL_ID = "000000000"
 """Id of a tool call for chat templates that require one, such as Mistral's, with nine characters."""
@@ -151,8 +163,12 @@ class Dialogue:
     not record them. A token's are those of the pass that read it first: later turns read it again."""
     slots: int = 0
     """Number of experts for each token: those of all layers. 0: not known."""
-    stored: tuple[int, int, int] = (0, 0, 0)
-    """Numbers of tokens, states and bytes of routes in the rows that `new_row` has returned."""
+    images: list[bytes] = field(default_factory=list)
+    """The encoded images among the tokens of the environment, in order."""
+    turn_images: list[int] = field(default_factory=list)
+    """How many of them answered each turn of the policy; it may end with the last turn that has any."""
+    stored: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Numbers of tokens, states, bytes of routes and images in the rows that `new_row` has returned."""
     prefix: Mapping[str, Any] | None = None
     """The values of `JOURNALED` fields with which the trajectory begins; None: it begins after its prompt."""
     calls: list[AgentCall] = field(default_factory=list)
@@ -223,7 +239,7 @@ class Dialogue:
             if name in row:  # a journal of an older version lacks the newest
                 setattr(self, name, copy(row[name]))
         self._pad_seconds()
-        self.stored = len(self.ids), len(self.states), len(self.routes)
+        self.stored = self._sizes
 
     def take_back(self, before: Dialogue) -> None:
         """Drops the tokens written since a copy was made."""
@@ -235,13 +251,17 @@ class Dialogue:
         return {"trajectory_id": self.request.trajectory_id, **{name: getattr(self, name) for name in JOURNALED}}
 
     def new_row(self) -> dict[str, Any]:
-        """Returns a row of a journal with the tokens, states and routes since the last call, which follow the tokens
-        with the digest `before`."""
-        (start, states, routes), self.stored = self.stored, (len(self.ids), len(self.states), len(self.routes))
+        """Returns a row of a journal with the tokens, states, routes and images since the last call, which follow the
+        tokens with the digest `before`."""
+        (start, states, routes, images), self.stored = self.stored, self._sizes
         row = {name: copy(value) for name, value in self.journaled().items()}
         new = {name: row[name][start:] for name in OF_TOKENS}
-        new |= {"states": row["states"][states:], "routes": row["routes"][routes:]}
+        new |= {"states": row["states"][states:], "routes": row["routes"][routes:], "images": row["images"][images:]}
         return row | new | {"before": _digest(self.ids[:start])}
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        return len(self.ids), len(self.states), len(self.routes), len(self.images)
 
     def next_request(self, sampling: Sampling) -> Request:
         """Returns the request for the tokens that follow, starting a turn if none is open."""
@@ -252,7 +272,8 @@ class Dialogue:
         return replace(
             self.request,
             prompt_ids=(*self.request.prompt_ids, *self.ids),
-            generated_tokens=len(self.ids),
+            mask=tuple(self.mask),
+            images=(*self.request.images, *self.images),
             max_tokens=min(limit, sampling.max_tokens) - len(self.ids),
         )
 
@@ -302,7 +323,7 @@ class Dialogue:
         for name, value in (self.prefix or {}).items():
             setattr(self, name, copy(value))
         # the files of turns begin with the prefix, too
-        self.stored, self.branches = (0, 0, 0), []
+        self.stored, self.branches = (0, 0, 0, 0), []
         self._pad_seconds()
 
     def answered_by(self, reward: float, *parts: Mapping[str, float]) -> None:
@@ -310,13 +331,17 @@ class Dialogue:
         self.turn_rewards.append(float(reward))
         self.parts += [{"name": name, "value": float(value)} for part in parts for name, value in part.items()]
 
-    def heard(self, ids: Sequence[int]) -> None:
-        """Appends tokens of the environment."""
+    def heard(self, ids: Sequence[int], images: Sequence[bytes] = ()) -> None:
+        """Appends tokens of the environment, and the images among them."""
         self.ids += ids
         self.log_probs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
         # the environment's tokens count as of the turn that they answer
         self.versions += [self.versions[-1]] * len(ids)
+        if images:
+            self.images += images
+            self.turn_images += [0] * (len(self.turn_ends) - len(self.turn_images))
+            self.turn_images[-1] += len(images)
 
     @property
     def _turns(self) -> list[tuple[str, list[int]]]:
@@ -348,7 +373,7 @@ def joined(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         The row of the last attempt that goes furthest. Rows that do not follow others are left out, such as those after
         a missing one.
     """
-    empty: dict[str, Any] = {name: [] for name in (*OF_TOKENS, "states")} | {"routes": b""}
+    empty: dict[str, Any] = {name: [] for name in (*OF_TOKENS, "states", "images")} | {"routes": b""}
     furthest: dict[str, Any] = {}
     wholes: dict[tuple[int, str], dict[str, Any]] = {}
     for row in sorted(rows, key=_progress):
@@ -359,6 +384,7 @@ def joined(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             earlier = before["states"][: len(row["turn_rewards"]) - len(row["states"])]
             whole["states"] = [*earlier, *row["states"]]
             whole["routes"] = before["routes"] + (row.get("routes") or b"")
+            whole["images"] = [*before["images"], *row.get("images", ())]
             wholes[row["attempt"], _digest(whole["ids"])] = whole
             furthest = {**row, **whole}
     return furthest
@@ -376,20 +402,25 @@ def _digest(ids: Sequence[int]) -> str:
     return hashlib.sha256(array("i", ids).tobytes()).hexdigest()[:16]
 
 
-def content_ids(content: str | Messages, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def content_ids(content: str | Chat, last: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenizes an observation that follows a turn of the policy, which ends with the token `last`.
 
     Args:
         content: text, which is tokenized unchanged, or messages, which the chat template renders after a message of the
             assistant, with the start of the assistant's next message.
+
+    Raises:
+        UserError: there are images, and the model sees none.
     """
     if isinstance(content, str):
         return text_ids(content, tokenizer)
+    check_sees(content, tokenizer, KEY)
     if not tokenizer.chat_template:
-        return text_ids("\n" + "\n".join(message["content"] for message in content) + "\n", tokenizer)
+        return text_ids("\n" + "\n".join(message["content"] for message in content.messages) + "\n", tokenizer)
     end = str(tokenizer.decode([last]))
-    rendered = render_contents(lambda messages: _after_turn(messages, end, tokenizer), content, tokenizer)
-    return token_ids(rendered, tokenizer)
+    messages = in_parts(content.messages, tokenizer)
+    rendered = render_contents(lambda messages: _after_turn(messages, end, tokenizer), messages, tokenizer)
+    return with_image_tokens(token_ids(rendered, tokenizer), content, tokenizer, KEY)
 
 
 def is_prefix_stable(tokenizer: PreTrainedTokenizerBase) -> bool:

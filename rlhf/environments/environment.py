@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.formats import Chat, Messages
 from ratchet.rlhf.errors import RatchetError, UserError
 from ratchet.rlhf.named import load_named, source_of
 
@@ -20,9 +20,11 @@ KEY = "rollout.environment"
 class Observation:
     """An environment's answer to a turn of the policy."""
 
-    content: str | Messages | None
+    content: str | Sequence[Mapping[str, object]] | Chat | None
     """Text that is appended to the turn unchanged, such as tool output within a message; or messages (`user`, `tool`),
-    which the chat template renders and the policy answers; or None: the trajectory ends."""
+    which the chat template renders and the policy answers; or None: the trajectory ends. A message's content is a text,
+    or OpenAI's parts: ``{"type": "text", "text": ...}``, and ``{"type": "image", "image": ...}`` with bytes, a path or a
+    PIL image."""
     reward: float = 0.0
     """Reward of the turn, added to the trajectory's score and placed on the turn's last token."""
     error: str | None = None

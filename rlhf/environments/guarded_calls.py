@@ -12,12 +12,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ratchet.rlhf import spans
 from ratchet.rlhf.config.sections import OnError
+from ratchet.rlhf.data.formats import Chat, Messages, drafts_of, with_images
+from ratchet.rlhf.data.images import check_image
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Beginning
@@ -275,7 +278,10 @@ def _answer_of(observation: Observation) -> spans.Attributes:
     if not spans.has_content() or observation.content is None:
         return {}
     content = observation.content
-    return {"gen_ai.tool.call.result": content if isinstance(content, str) else json.dumps(content)}
+    text = (
+        content if isinstance(content, str) else json.dumps(content.messages if isinstance(content, Chat) else content)
+    )
+    return {"gen_ai.tool.call.result": text}
 
 
 class Raised(Exception):
@@ -336,16 +342,16 @@ def _close(environment: object) -> None:
 
 
 def _checked(observation: Any, where: str) -> Observation:
-    """Returns an observation. Raises EnvironmentFailed if it is none."""
+    """Returns an observation, with its messages and their images as a `Chat`. Raises EnvironmentFailed if it is none."""
     try:
-        _check(observation)
+        return _read(observation)
     except (TypeError, ValueError, OverflowError) as error:
         raise EnvironmentFailed(f"{KEY} raised {raised(error)} ({where})") from None
-    found: Observation = observation
-    return found
+    except UserError as error:
+        raise EnvironmentFailed(f"{KEY} answered wrongly ({where}): {error}") from None
 
 
-def _check(observation: Any) -> None:
+def _read(observation: Any) -> Observation:
     if not isinstance(observation, Observation):
         raise TypeError(f"step returned {observation!r}, which is not an Observation")
     if not isfinite(observation.reward):
@@ -358,10 +364,16 @@ def _check(observation: Any) -> None:
         if not isfinite(value):
             raise ValueError(f"step gave the part {name} {value}")
     content = observation.content
-    if content is None or isinstance(content, str):
-        return
+    if content is None or isinstance(content, str | Chat):
+        return observation
     items = content if isinstance(content, list | tuple) else []
     messages = [item for item in items if isinstance(item, Mapping)]
+    if any(isinstance(message.get("content"), list) for message in messages):
+        chat = Chat(*with_images(drafts_of(list(content), "an observation", "content"), {}, "an observation", ""))
+        for number, image in enumerate(chat.images, 1):
+            check_image(image, f"an observation: image {number}")
+        return replace(observation, content=chat)
     texts = [message.get(key) for message in messages for key in ("role", "content")]
     if not messages or len(messages) < len(content) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"step returned {content!r}: it should be a text, None, or messages [{{role, content}}]")
+        raise TypeError(f"step returned {content!r:.2000}: it should be a text, None, or messages [{{role, content}}]")
+    return replace(observation, content=Chat(cast(Messages, messages)))

@@ -24,12 +24,17 @@ class Request:
 
     trajectory_id: str
     prompt_ids: tuple[int, ...]
-    generated_tokens: int = 0
-    """Number of tokens at the end of `prompt_ids` that were generated earlier; the response continues after them."""
+    mask: tuple[int, ...] = ()
+    """For the tokens at the end of `prompt_ids` after which the response continues: 1 if the policy drew it, else 0."""
     max_tokens: int | None = None
     """Limit on the new tokens of this request, in addition to `Sampling.max_tokens`; None: no further limit."""
     images: tuple[bytes, ...] = ()
-    """The encoded images of the placeholders in `prompt_ids`, in order."""
+    """The encoded images of the placeholders in `prompt_ids` that the policy did not draw, in order."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Number of tokens at the end of `prompt_ids` that belong to the response."""
+        return len(self.mask)
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,13 @@ class _Prompt(NamedTuple):
 
     ids: tuple[int, ...]
     images: tuple[bytes, ...]
-    drawn: int
-    """Number of tokens at the end that were not in the trajectory's prompt, and so name no image; 0 of a model that
-    reads text only."""
+    mask: tuple[int, ...]
+    """For each token at the end that was not in the trajectory's prompt, 1 if the policy drew it: then it names no
+    image. Empty for a model that reads text only."""
 
     @classmethod
     def of(cls, request: Request, *, sees: bool) -> _Prompt:
-        return cls(request.prompt_ids, request.images, request.generated_tokens if sees else 0)
+        return cls(request.prompt_ids, request.images, request.mask if sees else ())
 
 
 @dataclass
@@ -337,7 +337,7 @@ class HFRollout(RolloutEngine):
         images: dict[str, Tensor] = {}
         if self.vision is not None:
             tokens = [
-                self.vision.readable(ids, np.arange(len(ids)) >= len(ids) - prompt.drawn)
+                self.vision.readable(ids, np.pad(np.array(prompt.mask, dtype=bool), (len(ids) - len(prompt.mask), 0)))
                 for ids, prompt in zip(tokens, prompts, strict=True)
             ]
             seen = [[self.vision(image) for image in prompt.images] for prompt in prompts]

@@ -510,6 +510,6 @@ def _continued(request: Request, sampling: Sampling, chunk: Chunk) -> Request:
     return replace(
         request,
         prompt_ids=request.prompt_ids + chunk.response_ids,
-        generated_tokens=request.generated_tokens + length,
+        mask=request.mask + (1,) * length,
         max_tokens=limit_of(request, sampling) - length,
     )

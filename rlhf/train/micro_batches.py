@@ -10,7 +10,7 @@ import numpy as np
 
 from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.errors import UserError
-from ratchet.rlhf.schema import IMAGES, ROUTES
+from ratchet.rlhf.schema import IMAGES, ROUTES, TURN_IMAGES, prompt_images
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +90,8 @@ def prompt_numbers(batch: TrajectoryBatch) -> np.ndarray:
     prompts = [ids[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
     if batch.has_values(IMAGES):
         prompts = [
-            prompt + "".join(digests or ()).encode()
-            for prompt, digests in zip(prompts, batch.list(IMAGES), strict=True)
+            prompt + "".join(prompt_images(digests, turns)).encode()
+            for prompt, digests, turns in zip(prompts, batch.list(IMAGES), _turn_images(batch), strict=True)
         ]
     if ROUTES in batch:
         routes, end_of = batch.flat(ROUTES), np.cumsum(batch.lengths(ROUTES))
@@ -251,12 +251,14 @@ class MicroBatch:
         positions: np.ndarray | None = None
         shared: SharedPrompts | Segments | None = None
         routes = _routes(part, prompts + read) if ROUTES in part else None
-        prompt_ids, drawn_ids, images, axes = part.flat("prompt_ids"), response_ids, [], None
+        prompt_ids, readable_ids, images, axes = part.flat("prompt_ids"), response_ids, [], None
         if vision is not None:
-            drawn_ids = vision.readable(response_ids, np.ones(len(response_ids), dtype=bool))
+            heard = part.has_values(TURN_IMAGES)
+            drawn = part.flat("response_mask").astype(bool) if heard else np.ones(len(response_ids), dtype=bool)
+            readable_ids = vision.readable(response_ids, drawn)
         if vision is not None and part.has_values(IMAGES):
             images = [vision.stored(digests or ()) for digests in part.list(IMAGES)]
-            axes = _positions(vision, prompt_ids, drawn_ids[is_read], prompts, read, images)
+            axes = _positions(vision, prompt_ids, readable_ids[is_read], prompts, read, images)
         if layout == "shared":
             numbers = prompt_numbers(part)
             _, first = np.unique(numbers, return_index=True)
@@ -264,8 +266,12 @@ class MicroBatch:
             # the masks of `SharedPrompts` grow with the square of a response
             by_piece = varlen or int((read * (prompts + read)).sum()) > MASKED
             shared = (Segments if by_piece else SharedPrompts).of(unique, read, numbers)
-            images = [images[row] for row in first] if images else []
-            input_ids = np.concatenate([once, drawn_ids[is_read]])[None]
+            if images:
+                turns = _turn_images(part)
+                asked = [prompt_images(images[row], turns[row]) for row in range(len(part))]
+                heard_images = [images[row][len(asked[row]) :] for row in range(len(part))]
+                images = [*(asked[row] for row in first), *heard_images]
+            input_ids = np.concatenate([once, readable_ids[is_read]])[None]
             copies = np.concatenate([np.repeat(np.bincount(numbers), unique), np.ones(int(read.sum()), np.int64)])[None]
             positions = np.concatenate([_within(unique), _within(read) + np.repeat(prompts, read)])[None]
             ends, starts = np.cumsum(unique)[numbers], len(once) + np.cumsum(read) - read
@@ -283,7 +289,7 @@ class MicroBatch:
             real, is_prompt = time < total[:, None], time < prompts[:, None]
             input_ids = np.zeros((len(part), width), dtype=np.int64)
             input_ids[is_prompt] = prompt_ids
-            input_ids[real & ~is_prompt] = drawn_ids[is_read]
+            input_ids[real & ~is_prompt] = readable_ids[is_read]
             starts = np.cumsum(total) - total if layout == "packed" else np.arange(len(part)) * width
             at = np.repeat(starts + prompts - 1, responses) + within
             copies = real.astype(np.int64)
@@ -352,21 +358,26 @@ class MicroBatch:
 def _positions(
     vision: Vision,
     prompt_ids: np.ndarray,
-    drawn_ids: np.ndarray,
+    readable_ids: np.ndarray,
     prompts: np.ndarray,
     read: np.ndarray,
     images: Sequence[Sequence[ProcessedImage]],
 ) -> np.ndarray:
     """Returns the positions of the tokens that a model reads, row after row, shape (axes, tokens)."""
-    of_prompts, of_responses = np.split(prompt_ids, np.cumsum(prompts)[:-1]), np.split(drawn_ids, np.cumsum(read)[:-1])
+    of_prompts = np.split(prompt_ids, np.cumsum(prompts)[:-1])
+    of_responses = np.split(readable_ids, np.cumsum(read)[:-1])
     rows, known = list[np.ndarray](), dict[tuple[bytes, tuple[int, ...]], np.ndarray]()
-    for prompt, drawn, of_row in zip(of_prompts, of_responses, images, strict=True):
-        ids = np.concatenate([prompt, drawn])
+    for prompt, response, of_row in zip(of_prompts, of_responses, images, strict=True):
+        ids = np.concatenate([prompt, response])
         key = (ids.tobytes(), tuple(map(id, of_row)))  # short answers to one prompt are often equal
         if key not in known:
             known[key] = vision.positions(ids, of_row)
         rows.append(known[key])
     return np.asarray(np.concatenate(rows, axis=1), dtype=np.int64)
+
+
+def _turn_images(batch: TrajectoryBatch) -> Sequence[Sequence[int] | None]:
+    return batch.list(TURN_IMAGES) if TURN_IMAGES in batch else [None] * len(batch)
 
 
 def _without_one_axis(positions: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ from ratchet.rlhf.environments.environment import EnvironmentFailed
 from ratchet.rlhf.environments.guarded_calls import check_continues
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Request, Sampling
-from ratchet.rlhf.schema import IMAGES, ROUTES, TRAJECTORY
+from ratchet.rlhf.schema import IMAGES, ROUTES, TRAJECTORY, TURN_IMAGES
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.curriculum import solve_rates
 from ratchet.tasks.experience_replay import draw_experience
@@ -60,7 +61,7 @@ PROMPT_COLUMNS = (
     "extra_info",
 )
 """The columns of a prompt, for stages that answer it again."""
-TURN_COLUMNS = ("turns", "turn_starts", "turn_ends", "turn_rewards", "turn_states")
+TURN_COLUMNS = ("turns", "turn_starts", "turn_ends", "turn_rewards", "turn_states", TURN_IMAGES)
 FIRST_TURN_CLIP_RATIO = "rollout/first_turn_clip_ratio"
 
 
@@ -324,9 +325,10 @@ def _continued(context: Context[C], prompts: Prompts, prompt: Prompt) -> dict[st
             f"{prompts.sampling.max_tokens}: raise it"
         )
     assert assigned is not None, "the rollout has weights"
-    fields = ("ids", "states", *CONTINUED)
     nothing = {"log_probs": [0.0] * count, "mask": [0] * count, "versions": [assigned.version] * count}
-    return {name: prefix[name] for name in fields} | nothing
+    images = [base64.b64decode(image) for image in prefix.get("images", ())]
+    given = {name: prefix.get(name, []) for name in ("ids", "states", *CONTINUED)}
+    return given | nothing | {"images": images}
 
 
 def _repeat(dialogue: Dialogue, answer: ReplayedAnswer, *, with_routes: bool) -> None:
@@ -405,7 +407,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "rollout_error": trajectory.error,
                 "tool_error": trajectory.tool_error,
                 "environment_reward": _environment_reward(trajectory, prompts),
-                IMAGES: images or None,
+                IMAGES: [*images, *map(context.images.put, dialogue.images)] or None,
                 ROUTES: dialogue.routed_experts if prompts.router_replay else None,
                 "turn_seconds": dialogue.turn_seconds[: len(dialogue.turn_ends)] if talks else None,
                 "branch": None if prompts.agent is None else branch,
@@ -426,7 +428,9 @@ def turn_columns(dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase) -> dict
     unanswered = len(dialogue.turn_ends) - dialogue.answered
     rewards = [*dialogue.turn_rewards, *[0.0] * unanswered]
     turns, states = dialogue.turns(tokenizer), dialogue.states or None
-    return dict(zip(TURN_COLUMNS, (turns, dialogue.turn_starts, dialogue.turn_ends, rewards, states), strict=True))
+    images = [*dialogue.turn_images, *[0] * (len(dialogue.turn_ends) - len(dialogue.turn_images))]
+    values = turns, dialogue.turn_starts, dialogue.turn_ends, rewards, states, images if dialogue.images else None
+    return dict(zip(TURN_COLUMNS, values, strict=True))
 
 
 def _parts(trajectory: Dialogue) -> Mapping[str, float]:

@@ -6,7 +6,7 @@ from ratchet.infra.workers.calls import Context, ShardOutput, ShardSummary
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.user_algorithms import AnyAdvantage
-from ratchet.rlhf.schema import IMAGES, ROUTES, TRAJECTORY
+from ratchet.rlhf.schema import READ, ROUTES, TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.tasks.routes import with_routes
 from ratchet.tasks.stage import RowsStage
@@ -49,7 +49,7 @@ OLD_LOG_PROBS = RowsStage(
     label="old",
     config=OldLogProbsConfig,
     exists=exists,
-    reads={"generate": ("prompt_ids", "response_ids", IMAGES, ROUTES), "select": ()},
+    reads={"generate": (*READ, ROUTES), "select": ()},
     writes=TRAJECTORY.of("old_log_probs"),
     compute=old_log_probs,
     summary=ShardSummary,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ratchet.infra.workers.calls import Context, ShardOutput, ShardSummary
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import RunConfig, TeacherConfig
-from ratchet.rlhf.schema import IMAGES, TRAJECTORY
+from ratchet.rlhf.schema import READ, TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.tasks.stage import RowsStage
 
@@ -42,7 +42,7 @@ TEACHER_LOG_PROBS = RowsStage(
     config=TeacherLogProbsConfig,
     exists=exists,
     reads={
-        "generate": ("prompt_ids", "response_ids", IMAGES, "data_source", "messages", "tools", "finish_reason"),
+        "generate": (*READ, "data_source", "messages", "tools", "finish_reason"),
         "select": (),
     },
     writes=TRAJECTORY.of("teacher_log_probs"),

@@ -21,7 +21,7 @@ from ratchet.rlhf.data.prompts import stored_chat
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import CONTINUED, Beginning, Dialogue
 from ratchet.rlhf.rollout.engine import Request, Sampling
-from ratchet.rlhf.schema import IMAGES, TRAJECTORY
+from ratchet.rlhf.schema import IMAGES, TRAJECTORY, TURN_IMAGES, prompt_images
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.generate import PROMPT_COLUMNS, check_errors, environment_rules, turn_columns
@@ -60,9 +60,10 @@ def begin(context: Context[TurnValuesConfig]) -> ShardStart:
         beginning = Beginning(
             chat.messages, row["ground_truth"], row["ground_truth_is_json"], row["extra_info"], chat.tools
         )
-        ids, images = tuple(row["prompt_ids"]), context.stored_images(row[IMAGES])
+        seen = context.stored_images(row[IMAGES])
+        ids, images = tuple(row["prompt_ids"]), tuple(prompt_images(seen, row[TURN_IMAGES]))
         for turn in range(1, len(row["turn_ends"])):
-            prefix = _prefix(row, turn)
+            prefix = _prefix(row, turn, seen[len(images) :])
             for number in range(config.continuations):
                 name = f"{row['trajectory_id']}-t{turn:02d}-c{number:02d}"
                 dialogues.append(Dialogue.continuing(Request(name, ids, images=images), beginning, prefix))
@@ -70,16 +71,18 @@ def begin(context: Context[TurnValuesConfig]) -> ShardStart:
     return ShardStart(tuple(dialogues), environment_rules(context, config.environment, sampling))
 
 
-def _prefix(row: Mapping[str, Any], turn: int) -> dict[str, Any]:
-    """Returns a stored trajectory up to where a turn begins; see `Dialogue.continuing`."""
-    end = row["turn_starts"][turn]
+def _prefix(row: Mapping[str, Any], turn: int, images: Sequence[bytes]) -> dict[str, Any]:
+    """Returns a stored trajectory up to where a turn begins, whose environment answered with images; see
+    `Dialogue.continuing`."""
+    end, of_turns = row["turn_starts"][turn], {name: (row[name] or [])[:turn] for name in CONTINUED}
     return {
         "ids": row["response_ids"][:end],
         "log_probs": row["rollout_log_probs"][:end],
         "mask": row["response_mask"][:end],
         "versions": (row["token_versions"] or [row["policy_version"]] * end)[:end],
         "states": (row["turn_states"] or [])[:turn],
-        **{name: row[name][:turn] for name in CONTINUED},
+        "images": list(images[: sum(of_turns[TURN_IMAGES])]),
+        **of_turns,
     }
 
 

@@ -13,7 +13,7 @@ from ratchet.rlhf.batch import TrajectoryBatch, ragged
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.sections import UpdateConfig
 from ratchet.rlhf.config.user_algorithms import AnyPolicyLoss, loaded
-from ratchet.rlhf.schema import IMAGES, ROUTES
+from ratchet.rlhf.schema import READ, ROUTES
 from ratchet.rlhf.seeding import generator
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.rlhf.train.performance import memory
@@ -94,7 +94,7 @@ UPDATE_ACTOR = UpdateStage(
     config=UpdateActorConfig,
     exists=exists,
     reads={
-        "generate": ("prompt_ids", "response_ids", IMAGES, "rollout_log_probs", ROUTES),
+        "generate": (*READ, "rollout_log_probs", ROUTES),
         "select": (),
         "advantages": ("advantages", "loss_mask", "rollout_is_weights"),
         "old_log_probs": ("old_log_probs",),

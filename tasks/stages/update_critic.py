@@ -8,7 +8,7 @@ from ratchet.infra.workers.calls import Context
 from ratchet.rlhf.algorithms.objectives import CriticObjective
 from ratchet.rlhf.config import ModelConfig, RunConfig
 from ratchet.rlhf.config.sections import UpdateConfig
-from ratchet.rlhf.schema import IMAGES
+from ratchet.rlhf.schema import READ
 from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.optimizer_steps import optimizer_steps, updated
 from ratchet.tasks.stage import UpdateStage
@@ -41,7 +41,7 @@ UPDATE_CRITIC = UpdateStage(
     config=UpdateCriticConfig,
     exists=exists,
     reads={
-        "generate": ("prompt_ids", "response_ids", IMAGES),
+        "generate": READ,
         "select": (),
         "advantages": ("returns", "loss_mask"),
         "values": ("values",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ratchet.infra.workers.calls import Context, ShardOutput, ShardSummary
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.config import ModelConfig, RunConfig
-from ratchet.rlhf.schema import IMAGES, TRAJECTORY
+from ratchet.rlhf.schema import READ, TRAJECTORY
 from ratchet.rlhf.stage_config import StageConfig, key
 from ratchet.tasks.stage import RowsStage
 
@@ -34,7 +34,7 @@ VALUES = RowsStage(
     label="value",
     config=ValuesConfig,
     exists=exists,
-    reads={"generate": ("prompt_ids", "response_ids", IMAGES), "select": ()},
+    reads={"generate": READ, "select": ()},
     writes=TRAJECTORY.of("values"),
     compute=values,
     summary=ShardSummary,
