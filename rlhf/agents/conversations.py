@@ -11,12 +11,23 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ratchet.rlhf.data.chat_turns import by_template, in_parts, render_contents, text_ids, token_ids
-from ratchet.rlhf.data.formats import Message
+from ratchet.rlhf.data.chat_turns import (
+    by_template,
+    check_sees,
+    in_parts,
+    render_contents,
+    text_ids,
+    token_ids,
+    with_image_tokens,
+)
+from ratchet.rlhf.data.formats import Chat, Message
+from ratchet.rlhf.data.images import MARK, digest_of, of_data_url
 from ratchet.rlhf.data.prompts import tokenize_start
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
+from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +64,8 @@ class Continuation(NamedTuple):
     """The parts of the conversation."""
     news: dict[str, Any]
     """The parts that it adds, as JSON."""
+    images: tuple[bytes, ...] = ()
+    """The images among its tokens, encoded, in order."""
 
 
 class Conversation(ABC):
@@ -62,6 +75,8 @@ class Conversation(ABC):
     """See `Branch.setting`."""
     parts: list[str]
     """Its parts, as texts that are equal for equal parts."""
+    images: tuple[bytes, ...] = ()
+    """Its images, encoded, in order."""
 
     @abstractmethod
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -89,7 +104,9 @@ class ChatConversation(Conversation):
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
         """Takes messages, and schemas of the tools that the policy may call, as OpenAI defines them."""
-        self._messages = [_plain(message) for message in messages]
+        plain = [_plain(message) for message in messages]
+        self._messages, self._images = [message for message, _ in plain], [images for _, images in plain]
+        self.images = tuple(chain.from_iterable(self._images))
         self._tools = [dict(tool) for tool in tools]
         self.setting = "chat " + json.dumps(self._tools, sort_keys=True)
         self.parts = [_canonical(message) for message in self._messages]
@@ -107,8 +124,13 @@ class ChatConversation(Conversation):
             return by_template(contents["messages"], tokenizer, tools=contents["tools"], add_generation_prompt=True)
 
         contents = {"messages": in_parts(self._messages, tokenizer), "tools": self._tools or None}
+        chat = Chat(self._messages, images=self.images)
         try:
-            return token_ids(render_contents(rendered, contents, tokenizer), tokenizer)
+            check_sees(chat, tokenizer, "the call")
+            written = token_ids(render_contents(rendered, contents, tokenizer), tokenizer)
+            return with_image_tokens(written, chat, tokenizer, "the call")
+        except UserError as error:
+            raise CannotRender(str(error)) from None
         except Exception as error:  # a template may fail in any way on messages that it does not expect
             raise CannotRender(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
 
@@ -126,17 +148,18 @@ class ChatConversation(Conversation):
         first, dialogue = branch.after[answers - 1], branch.dialogue
         last = dialogue.ids[dialogue.turn_ends[answers - 1] - 1]
         try:
-            ids = content_ids(self._messages[first:], last, tokenizer)
+            images = tuple(chain.from_iterable(self._images[first:]))
+            ids = content_ids(Chat(self._messages[first:], images=images), last, tokenizer)
         except Exception as error:
             raise CannotRender(f"the chat template refuses the messages: {error}") from None
-        return Continuation(answers, ids, self.parts, {"messages": self._messages[first:]})
+        return Continuation(answers, ids, self.parts, {"messages": self._messages[first:]}, images)
 
     @property
     def whole(self) -> dict[str, Any]:
         return {"messages": self._messages} | ({"tools": self._tools} if self._tools else {})
 
     def answer_part(self, message: Mapping[str, Any]) -> str:
-        return _canonical(_plain(message))
+        return _canonical(_plain(message)[0])
 
 
 class Completion(Conversation):
@@ -182,10 +205,18 @@ class Completion(Conversation):
         return str(message["content"])
 
 
-def _plain(message: Mapping[str, Any]) -> Message:
-    """Returns a message as chat templates expect it: text contents, and tool calls whose arguments are structures."""
-    role = message["role"]
-    plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _text(message)}
+def _plain(message: Mapping[str, Any]) -> tuple[Message, tuple[bytes, ...]]:
+    """Returns a message as chat templates expect it, and its images.
+
+    Contents are texts with marks for images, and the arguments of tool calls are structures.
+    """
+    role, content = message["role"], message.get("content")
+    parts: list[dict[str, Any]] = content if isinstance(content, list) else [{"text": content or ""}]
+    images = tuple(of_data_url(part["image_url"]["url"]) for part in parts if "image_url" in part)
+    text = "".join(MARK if "image_url" in part else part["text"] for part in parts)
+    plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
+    if images:
+        plain["images"] = [digest_of(image) for image in images]
     if message.get("tool_calls"):
         plain["tool_calls"] = [
             {
@@ -195,12 +226,8 @@ def _plain(message: Mapping[str, Any]) -> Message:
             }
             for call in message["tool_calls"]
         ]
-    return cast(Message, plain | {name: message[name] for name in ("name", "tool_call_id") if message.get(name)})
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+    named = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+    return cast(Message, plain | named), images
 
 
 def _structure(arguments: Any) -> Any:

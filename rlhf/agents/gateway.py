@@ -34,7 +34,7 @@ from ratchet.rlhf.errors import UserError
 if TYPE_CHECKING:
     from ratchet.rlhf.agents.sessions import Policy
 
-LARGEST_BODY = 8 * 2**20
+LARGEST_BODY = 64 * 2**20
 """Maximum size of a call in bytes; a body is read only if its key is valid."""
 ENDED = 10_000
 """Number of ended trajectories whose keys are remembered, to explain why a call is too late."""

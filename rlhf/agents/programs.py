@@ -14,6 +14,7 @@ from ratchet.rlhf.agents.dialects import MODEL
 from ratchet.rlhf.agents.gateway import Gateway
 from ratchet.rlhf.agents.sessions import Policy, Recorded, Recorder, Session, SessionLimits
 from ratchet.rlhf.config.sections import OnError
+from ratchet.rlhf.data.formats import openai_parts
 from ratchet.rlhf.data.prompts import structures
 from ratchet.rlhf.environments.dialogues import Dialogue, Result
 from ratchet.rlhf.environments.guarded_calls import Raised, in_thread
@@ -116,7 +117,7 @@ class AgentCalls:
         assert beginning is not None, "a trajectory of an agent has a beginning"
         truth, extra = structures(*beginning[1:4])
         task = {
-            "messages": beginning.messages,
+            "messages": openai_parts(beginning.messages, dialogue.request.images),
             "tools": list(beginning.tools),
             "ground_truth": truth,
             "extra_info": extra,

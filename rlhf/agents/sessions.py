@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from ratchet.rlhf import spans
 from ratchet.rlhf.agents.conversations import Branch, CannotRender, Continuation, Conversation
+from ratchet.rlhf.data.chat_turns import state_of
 from ratchet.rlhf.data.prompts import BYTES_A_TOKEN
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import AgentCall, Dialogue
@@ -259,7 +262,7 @@ class Session:
         try:
             heard_ids = list(dialogue.request.prompt_ids if continuation is None else continuation.ids)
             if continuation is not None:
-                dialogue.heard(continuation.ids)
+                dialogue.heard(continuation.ids, continuation.images)
             start, routed = len(dialogue.ids), len(dialogue.routes)
             prompt_tokens = len(dialogue.request.prompt_ids) + start
             self._limit(dialogue, asked)
@@ -371,12 +374,20 @@ class Session:
             return best
         number = next(n for n in range(len(self.branches) + 1) if n not in self.branches)
         if best is None:
-            ids = conversation.ids(self.policy.tokenizer)
+            ids, images = conversation.ids(self.policy.tokenizer), conversation.images
         else:  # the answers that both have are trained on in the other branch
-            dialogue, answers = best[0].dialogue, best[1].answers
-            ids = [*dialogue.request.prompt_ids, *dialogue.ids[: dialogue.turn_ends[answers - 1]], *best[1].ids]
+            dialogue, continuation = best[0].dialogue, best[1]
+            end, heard = (
+                dialogue.turn_ends[continuation.answers - 1],
+                sum(dialogue.turn_images[: continuation.answers - 1]),
+            )
+            said = dialogue.ids[:end]
+            if (processor := state_of(self.policy.tokenizer).images) is not None:  # a prompt has no drawn placeholders
+                said = processor.readable(np.array(said), np.array(dialogue.mask[:end], dtype=bool)).tolist()
+            ids = [*dialogue.request.prompt_ids, *said, *continuation.ids]
+            images = (*dialogue.request.images, *dialogue.images[:heard], *continuation.images)
         name = branch_id(self.dialogue.request.trajectory_id, number)
-        request = replace(self.dialogue.request, trajectory_id=name, prompt_ids=tuple(ids))
+        request = replace(self.dialogue.request, trajectory_id=name, prompt_ids=tuple(ids), images=images)
         branch = Branch(number, Dialogue(request), conversation.setting)
         self.branches[number] = branch
         return branch, None

@@ -26,6 +26,8 @@ from ratchet.rlhf.data.images import MARK
 from ratchet.rlhf.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Bool, Int
     from transformers import PreTrainedTokenizerBase
 
     from ratchet.rlhf.config.sections import SpecialTokens
@@ -192,9 +194,15 @@ def _any_of(texts: Collection[str]) -> str:
 
 
 class ImageTokens(Protocol):
-    """Replaces the placeholders in a tokenized prompt by the tokens of its images, in order."""
+    """The tokens of images."""
 
-    def expanded(self, ids: Sequence[int], images: Sequence[bytes], where: str) -> list[int]: ...
+    def expanded(self, ids: Sequence[int], images: Sequence[bytes], where: str) -> list[int]:
+        """Replaces the placeholders in a tokenized prompt by the tokens of its images, in order."""
+        ...
+
+    def readable(self, ids: Int[np.ndarray, " tokens"], drawn: Bool[np.ndarray, " tokens"]) -> np.ndarray:
+        """Replaces the placeholders that a policy drew."""
+        ...
 
 
 class TokenizerState:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from ratchet.rlhf.data.images import KEYS, MARK, ImageError, digest_of, image_bytes
+from ratchet.rlhf.data.images import KEYS, MARK, ImageError, data_url, digest_of, image_bytes
 from ratchet.rlhf.errors import UserError, counted, in_one_line
 
 
@@ -195,6 +195,25 @@ def with_images(
         digests = [digest_of(data) for data in images[len(images) - len(values) :]]
         messages.append(cast(Message, {**message, "images": digests}) if digests else message)
     return messages, tuple(images)
+
+
+def openai_parts(messages: Messages, images: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Returns messages with their images as OpenAI's content parts, in `data:` URLs; those without images as they are.
+
+    Args:
+        images: the images of all messages, encoded, in order.
+    """
+    rest, written = iter(images), list[dict[str, Any]]()
+    for message in messages:
+        others: dict[str, Any] = {name: value for name, value in message.items() if name != "images"}
+        if message.get("images"):
+            parts: list[dict[str, Any]] = []
+            for number, text in enumerate(message["content"].split(MARK)):
+                parts += [{"type": "image_url", "image_url": {"url": data_url(next(rest))}}] if number else []
+                parts += [{"type": "text", "text": text}] if text else []
+            others["content"] = parts
+        written.append(others)
+    return written
 
 
 def image_values(row: Mapping[str, Any]) -> Iterator[object]:

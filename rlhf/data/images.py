@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import sys
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,29 @@ def image_bytes(value: object, folder: str, where: str) -> bytes:
     if len(data) > MAX_BYTES:
         raise ImageError(f"{where} has more than the {MAX_BYTES:,} bytes that an image may have: make it smaller")
     return data
+
+
+@lru_cache(maxsize=64)
+def of_data_url(url: str) -> bytes:
+    """Reads the encoded bytes of an image that callers of the policy show it, who name no files.
+
+    Raises:
+        ImageError: the URL is not `data:`, or its image cannot be decoded.
+    """
+    if url[:5].lower() != "data:":
+        raise ImageError(f"an image is at {in_one_line(url):.60}: send its bytes, as data:image/png;base64,...")
+    data = image_bytes(url, "", "an image")
+    check_image(data, "an image")
+    return data
+
+
+def data_url(data: bytes) -> str:
+    """Returns the `data:` URL of an encoded image."""
+    from PIL import Image
+
+    with _opened(data, "an image") as image:
+        kind = Image.MIME[str(image.format)]
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def is_named(value: object) -> bool:

@@ -25,10 +25,12 @@ from ratchet.rlhf.data.chat_turns import (
     Rendered,
     around_content,
     by_template,
+    check_sees,
     in_parts,
     render_contents,
     state_of,
     token_ids,
+    with_image_tokens,
 )
 from ratchet.rlhf.data.drawing import Drawn
 from ratchet.rlhf.data.folders import data_files, name_of

@@ -23,8 +23,8 @@ class Observation:
     content: str | Sequence[Mapping[str, object]] | Chat | None
     """Text that is appended to the turn unchanged, such as tool output within a message; or messages (`user`, `tool`),
     which the chat template renders and the policy answers; or None: the trajectory ends. A message's content is a text,
-    or OpenAI's parts: ``{"type": "text", "text": ...}``, and ``{"type": "image", "image": ...}`` with bytes, a path or a
-    PIL image."""
+    or OpenAI's parts: ``{"type": "text", "text": ...}``, and ``{"type": "image", "image": ...}`` with bytes, a path or
+    a PIL image."""
     reward: float = 0.0
     """Reward of the turn, added to the trajectory's score and placed on the turn's last token."""
     error: str | None = None

@@ -278,10 +278,8 @@ def _answer_of(observation: Observation) -> spans.Attributes:
     if not spans.has_content() or observation.content is None:
         return {}
     content = observation.content
-    text = (
-        content if isinstance(content, str) else json.dumps(content.messages if isinstance(content, Chat) else content)
-    )
-    return {"gen_ai.tool.call.result": text}
+    said = content.messages if isinstance(content, Chat) else content
+    return {"gen_ai.tool.call.result": said if isinstance(said, str) else json.dumps(said)}
 
 
 class Raised(Exception):
@@ -342,7 +340,7 @@ def _close(environment: object) -> None:
 
 
 def _checked(observation: Any, where: str) -> Observation:
-    """Returns an observation, with its messages and their images as a `Chat`. Raises EnvironmentFailed if it is none."""
+    """Returns an observation with its messages as a `Chat`. Raises EnvironmentFailed if it is none."""
     try:
         return _read(observation)
     except (TypeError, ValueError, OverflowError) as error:
@@ -369,10 +367,10 @@ def _read(observation: Any) -> Observation:
     items = content if isinstance(content, list | tuple) else []
     messages = [item for item in items if isinstance(item, Mapping)]
     if any(isinstance(message.get("content"), list) for message in messages):
-        chat = Chat(*with_images(drafts_of(list(content), "an observation", "content"), {}, "an observation", ""))
-        for number, image in enumerate(chat.images, 1):
+        given, images = with_images(drafts_of(list(content), "an observation", "content"), {}, "an observation", "")
+        for number, image in enumerate(images, 1):
             check_image(image, f"an observation: image {number}")
-        return replace(observation, content=chat)
+        return replace(observation, content=Chat(given, images=images))
     texts = [message.get(key) for message in messages for key in ("role", "content")]
     if not messages or len(messages) < len(content) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"step returned {content!r:.2000}: it should be a text, None, or messages [{{role, content}}]")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ratchet.rlhf.data.images import decoded, digest_of, size_of
 from ratchet.rlhf.errors import UserError, in_one_line
 from ratchet.rlhf.models.families import VISION
@@ -21,6 +23,7 @@ from ratchet.rlhf.models.hf_configs import model_config
 from ratchet.rlhf.models.model_folders import model_folder
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -90,6 +93,10 @@ class ImageProcessor:
         return [
             part for token in ids for part in (self._tokens(next(rest), where) if token == self.token_id else (token,))
         ]
+
+    def readable(self, ids: Int[np.ndarray, " tokens"], drawn: Bool[np.ndarray, " tokens"]) -> np.ndarray:
+        """Replaces the placeholders that a policy drew."""
+        return np.where(drawn & (ids == self.token_id), self.stand_in, ids)
 
     def _tokens(self, image: bytes, where: str) -> tuple[int, ...]:
         """Returns the tokens of an image. They depend on its size only, so few images are processed for them."""

@@ -59,7 +59,7 @@ class Vision:
 
     def readable(self, ids: Int[np.ndarray, " tokens"], drawn: Bool[np.ndarray, " tokens"]) -> np.ndarray:
         """Replaces the placeholders that a policy drew."""
-        return np.where(drawn & (ids == self._processor.token_id), self._processor.stand_in, ids)
+        return self._processor.readable(ids, drawn)
 
     def next_tokens(self, drawn: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
         """Replaces the placeholders among tokens that a policy has just drawn."""

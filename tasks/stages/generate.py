@@ -371,15 +371,17 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
     if prompts.partner is not None:
         check_errors(context.call, dialogues, prompts.partner)
     columns: dict[str, list[Any]] = {name: [] for name in ("trajectory_id", *TRAJECTORY.names("generate"))}
-    images: list[str] = []
+    digests: dict[bytes, str] = {}
     for place, trajectory in enumerate(dialogues):
         # trajectories are in the order of the prompts, `n` of each
         number, row = prompts.rows[place // prompts.n]
         prompt = prompts.dataset[row]
         text, ids = _encoded(context, prompts, row)
-        images = [context.images.put(image) for image in prompt.images] if place % prompts.n == 0 else images
         for branch, dialogue in enumerate(trajectory.conversations):
             has_own_prompt = dialogue is not trajectory
+            images = (*dialogue.request.images, *dialogue.images)
+            new = {*prompt.images, *images} - digests.keys()
+            digests |= {image: context.images.put(image) for image in new}
             values = {
                 "trajectory_id": dialogue.request.trajectory_id,
                 "prompt_id": _prompt_id(context, number),
@@ -407,7 +409,7 @@ def trajectories(context: Context[C], prompts: Prompts) -> TrajectoryBatch:
                 "rollout_error": trajectory.error,
                 "tool_error": trajectory.tool_error,
                 "environment_reward": _environment_reward(trajectory, prompts),
-                IMAGES: [*images, *map(context.images.put, dialogue.images)] or None,
+                IMAGES: [digests[image] for image in images] or None,
                 ROUTES: dialogue.routed_experts if prompts.router_replay else None,
                 "turn_seconds": dialogue.turn_seconds[: len(dialogue.turn_ends)] if talks else None,
                 "branch": None if prompts.agent is None else branch,

@@ -436,7 +436,7 @@ def test_a_response_goes_on_from_its_tokens(kind: Kind, engine: RolloutEngine) -
     asked = requests(20)
     whole = engine.generate(asked, endless)
     rest = [
-        replace(one, prompt_ids=one.prompt_ids + full.response_ids[:5], generated_tokens=5)
+        replace(one, prompt_ids=one.prompt_ids + full.response_ids[:5], mask=(1,) * 5)
         for one, full in zip(asked, whole, strict=True)
     ]
     found = engine.generate(rest, replace(endless, max_tokens=endless.max_tokens - 5))
@@ -444,7 +444,7 @@ def test_a_response_goes_on_from_its_tokens(kind: Kind, engine: RolloutEngine) -
         for one, full in zip(found, whole, strict=True):
             assert one.response_ids == full.response_ids[5:]
             np.testing.assert_allclose(one.log_probs, full.log_probs[5:], rtol=0, atol=kind.close)
-    afresh = engine.generate([replace(one, generated_tokens=0) for one in rest], replace(endless, max_tokens=5))
+    afresh = engine.generate([replace(one, mask=()) for one in rest], replace(endless, max_tokens=5))
     assert [one.response_ids[:5] for one in found] != tokens(afresh)
 
 

@@ -97,8 +97,8 @@ def _check_vision(config: RunConfig) -> None:
         mistakes.append(f"{named}, and rollout.engine {rollout.engine.type} is not given any: set rollout.engine: hf")
     if rollout.router_replay:
         mistakes.append(f"{named}, which rollout.router_replay cannot follow: set rollout.router_replay: false")
-    if rollout.agent is not None:
-        mistakes.append(f"{named}, and an agent is not shown those of its prompt: remove rollout.agent")
+    if rollout.agent is not None and rollout.agent.name == "openenv":
+        mistakes.append(f"{named}, and rollout.agent openenv exchanges texts: remove rollout.agent")
     for owner, trainer in config.trainers.items():
         engine = trainer.engine
         if not isinstance(engine, TorchConfig | FSDPConfig) or any(size > 1 for size in engine.teams.values()):

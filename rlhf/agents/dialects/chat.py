@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from ratchet.rlhf.agents.conversations import ChatConversation
-from ratchet.rlhf.agents.dialects.dialect import MODEL, Dialect, JSONObject, Strict, cannot_force, read
+from ratchet.rlhf.agents.dialects.dialect import MODEL, DataUrl, Dialect, JSONObject, Strict, cannot_force, read
 from ratchet.rlhf.agents.dialects.openai_choices import ChoiceExchange, ChoiceParameters
 from ratchet.rlhf.agents.sessions import Asked, PolicyReply
 from ratchet.rlhf.rollout.engine import Sampling
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(Strict):
+    url: DataUrl
+
+
+class ImageUrlPart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
 
 
 class Function(Strict):
@@ -36,7 +45,7 @@ class MessageCall(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Annotated[TextPart | ImageUrlPart, Field(discriminator="type")]] | None = None
     tool_calls: list[MessageCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -47,7 +56,9 @@ class ChatMessage(Strict):
         message = self.model_dump(exclude_none=True, exclude={"reasoning_content"})
         if self.role == "assistant" and self.reasoning_content is not None:
             parts = [] if self.content is None else [self.content] if isinstance(self.content, str) else self.content
-            content = "".join(part if isinstance(part, str) else part.text for part in parts)
+            content = "".join(
+                part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ImageUrlPart)
+            )
             # others give back the whole content, too
             if "</think>" not in content:
                 message["content"] = f"<think>{self.reasoning_content}</think>{content}"

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from ratchet.rlhf.agents.sessions import Asked, PolicyReply, Refused
+from ratchet.rlhf.data.images import of_data_url
+from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.engine import Sampling
 
 if TYPE_CHECKING:
@@ -37,6 +40,19 @@ class Strict(BaseModel):
     """A part of a body. Unknown keys are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+
+
+def check_data_url(url: str) -> str:
+    """Returns a `data:` URL of an image. Raises ValueError if it is none."""
+    try:
+        of_data_url(url)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return url
+
+
+DataUrl = Annotated[str, AfterValidator(check_data_url)]
+"""A `data:` URL of an image."""
 
 
 class Parameters(Strict):
@@ -68,6 +84,14 @@ class Parameters(Strict):
             raise Unsupported(
                 f"unrecognized parameter {name[:100]}: leave it out", param=name[:100], code="unknown_parameter"
             )
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """An image in a content."""
+
+    url: str
+    """A `data:` URL."""
 
 
 class Exchange(ABC):
@@ -146,6 +170,20 @@ def read(kind: type[P], body: bytes, sampling: Sampling) -> P:
         raise _explained(error) from None
     parameters.check(sampling)
     return parameters
+
+
+def joined(parts: Iterable[str | ImagePart], between: str = "") -> str | list[JSONObject]:
+    """Joins the texts of a content: to one text, or, if there are images, to OpenAI's parts."""
+    contents: list[JSONObject] = []
+    for part in parts:
+        if isinstance(part, ImagePart):
+            contents.append({"type": "image_url", "image_url": {"url": part.url}})
+        elif contents and "text" in contents[-1]:
+            contents[-1]["text"] += between + part
+        else:
+            contents.append({"type": "text", "text": part})
+    has_images = any("image_url" in content for content in contents)
+    return contents if has_images else "".join(content["text"] for content in contents)
 
 
 def check_model(model: str) -> None:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ratchet.rlhf.agents.conversations import ChatConversation
 from ratchet.rlhf.agents.dialects.dialect import (
@@ -15,14 +15,17 @@ from ratchet.rlhf.agents.dialects.dialect import (
     MODEL,
     Dialect,
     Exchange,
+    ImagePart,
     JSONObject,
     Parameters,
     Stream,
     Strict,
     calls_of,
     cannot_force,
+    check_data_url,
     event,
     function_schema,
+    joined,
     read,
     unsupported,
 )
@@ -48,6 +51,27 @@ class TextBlock(Strict):
     text: str
 
 
+class ImageSource(Strict):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+    @model_validator(mode="after")
+    def _decode(self) -> ImageSource:
+        check_data_url(self.url)
+        return self
+
+    @property
+    def url(self) -> str:
+        """The image as a `data:` URL."""
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class ImageBlock(Strict):
+    type: Literal["image"]
+    source: ImageSource
+
+
 class ThinkingBlock(Strict):
     type: Literal["thinking"]
     thinking: str
@@ -64,10 +88,10 @@ class ToolUseBlock(Strict):
 class ToolResultBlock(Strict):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
 class Message(Strict):
@@ -142,9 +166,11 @@ class OutputConfig(Strict):
 MessagesParameters.model_rebuild()
 
 
-def _joined(content: str | Sequence[TextBlock] | None) -> str:
-    """Returns texts of others as one; Anthropic's blocks are paragraphs."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
+def _joined(content: str | Sequence[TextBlock | ImageBlock] | None) -> str | list[JSONObject]:
+    """Returns what others say; Anthropic's texts are paragraphs."""
+    blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content or ()
+    parts = (block.text if isinstance(block, TextBlock) else ImagePart(block.source.url) for block in blocks)
+    return joined(parts, "\n")
 
 
 def _assistant(message: Message, number: int) -> Iterator[JSONObject]:
@@ -172,9 +198,9 @@ def _others(message: Message, number: int) -> Iterator[JSONObject]:
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
-    texts: list[TextBlock] = []
+    texts: list[TextBlock | ImageBlock] = []
     for block in message.content:
-        if isinstance(block, TextBlock):
+        if isinstance(block, TextBlock | ImageBlock):
             texts.append(block)
         elif isinstance(block, ToolResultBlock):
             if texts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -15,8 +15,10 @@ from pydantic import Discriminator, Field, Tag
 from ratchet.rlhf.agents.conversations import ChatConversation
 from ratchet.rlhf.agents.dialects.dialect import (
     MODEL,
+    DataUrl,
     Dialect,
     Exchange,
+    ImagePart,
     JSONObject,
     Parameters,
     Stream,
@@ -25,6 +27,7 @@ from ratchet.rlhf.agents.dialects.dialect import (
     cannot_force,
     event,
     function_schema,
+    joined,
     read,
     unsupported,
 )
@@ -41,10 +44,18 @@ class TextPart(Strict):
     text: str
 
 
+class InputImage(Strict):
+    type: Literal["input_image"]
+    image_url: DataUrl
+
+
+Contents = str | list[Annotated[TextPart | InputImage, Field(discriminator="type")]]
+
+
 class MessageItem(Strict):
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Contents
 
 
 class ReasoningItem(Strict):
@@ -64,7 +75,7 @@ class CallItem(Strict):
 class ResultItem(Strict):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: Contents
 
 
 def _kind(item: object) -> str:
@@ -184,19 +195,26 @@ class ResponsesParameters(Parameters):
                 answer.setdefault("tool_calls", []).append(call)
             elif is_policys and isinstance(item, MessageItem):
                 assert answer is not None
-                answer["content"] += _joined(item.content, "")
+                texts = [part for part in item.content if isinstance(part, TextPart)]
+                answer["content"] += item.content if isinstance(item.content, str) else _texts(texts, "")
             else:
                 answer = None
                 if isinstance(item, ResultItem):
-                    result = _joined(item.output, "\n")
+                    result = _joined(item.output)
                     messages.append({"role": "tool", "tool_call_id": item.call_id, "content": result})
                 elif isinstance(item, MessageItem):
-                    messages.append({"role": item.role, "content": _joined(item.content, "\n")})
+                    messages.append({"role": item.role, "content": _joined(item.content)})
         return messages
 
 
-def _joined(content: str | Sequence[TextPart], between: str) -> str:
-    return content if isinstance(content, str) else between.join(part.text for part in content)
+def _joined(content: Contents) -> str | list[JSONObject]:
+    if isinstance(content, str):
+        return content
+    return joined((part.text if isinstance(part, TextPart) else ImagePart(part.image_url) for part in content), "\n")
+
+
+def _texts(parts: Iterable[TextPart], between: str) -> str:
+    return between.join(part.text for part in parts)
 
 
 def _thought(item: ReasoningItem, number: int) -> str:
@@ -208,7 +226,7 @@ def _thought(item: ReasoningItem, number: int) -> str:
         raise Refused(
             f"input.{number}: the reasoning has no text, and its encrypted_content is from elsewhere", param="input"
         )
-    return written(_joined(texts, "\n"))
+    return written(_texts(texts, "\n"))
 
 
 class ResponsesDialect(Dialect):
