@@ -7,6 +7,7 @@ compute in float32; another image moves log-probs by more than 1e-2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from ratchet.rlhf.agents.agent_loop import Generator, Rules
 from ratchet.rlhf.algorithms.objectives import SupervisedObjective
 from ratchet.rlhf.algorithms.optimizers import AdamW
 from ratchet.rlhf.batch import TrajectoryBatch
@@ -24,6 +26,9 @@ from ratchet.rlhf.data.chat_turns import state_of
 from ratchet.rlhf.data.formats import Chat
 from ratchet.rlhf.data.images import digest_of
 from ratchet.rlhf.data.prompts import tokenize_chat
+from ratchet.rlhf.environments.dialogues import Beginning, Dialogue
+from ratchet.rlhf.environments.environment import Observation
+from ratchet.rlhf.environments.guarded_calls import EnvironmentCalls
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.models.families import VISION
 from ratchet.rlhf.models.loading import load_actor, load_critic, save
@@ -33,7 +38,7 @@ from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.rollout.hf_engine import HFRollout
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.torch_engine import TorchEngine
-from tests.vision_models import picture, tiny_vision_model
+from tests.vision_models import WORDS, picture, tiny_vision_model
 
 CLOSE = 1e-5
 """Some roundings of logits of up to 30 in float32; a wrong picture or position moves log-probs by more than 1e-2."""
@@ -218,6 +223,78 @@ def test_a_placeholder_that_the_policy_drew_is_no_image(tmp_path: Path, kind: st
         # also in a micro-batch without images
         alone = [computed(engine(model, **options), batch.take([4])) for batch in batches]
         np.testing.assert_allclose(alone[0][2:], alone[1][2:], rtol=0, atol=CLOSE)
+
+
+class Pointing:
+    """An environment that answers with the pictures of `PICTURES`: two, none and one, then it ends."""
+
+    stop = ()
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def reset(self, messages: object, ground_truth: object, extra_info: object) -> None:
+        self.turns = 0
+
+    def step(self, turn: str) -> Observation:
+        self.turns += 1
+        shown = {1: [SECOND, THIRD], 2: [], 3: [FIRST]}.get(self.turns)
+        if shown is None:
+            return Observation(None, reward=1.0)
+        images = [{"type": "image", "image": PICTURES[digest]} for digest in shown]
+        return Observation([{"role": "user", "content": [*images[:1], {"type": "text", "text": "w5"}, *images[1:]]}])
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_images_of_observations_are_read_by_rollout_and_trainer(tmp_path: Path, kind: str) -> None:
+    model = tiny_vision_model(tmp_path, kind)
+    loaded, tokenizer, make = load_actor(model), load_tokenizer(model), vision_of(model, None)
+    assert make is not None
+    rollout = HFRollout(loaded, eos_token_ids=(2,), vision=make(loaded), tokenizer=tokenizer)
+    generator = Generator(rollout, tokenizer, interruptible=False)
+    beginning = Beginning([{"role": "user", "content": "?"}], None, False, "{}")
+    dialogues = [
+        Dialogue(Request(f"t{number}", tuple(ids), images=tuple(map(PICTURES.__getitem__, digests))), beginning)
+        for number, (ids, (digests, _)) in enumerate(zip(prompts(model), ROWS, strict=True))
+    ]
+    # a turn has two tokens: its stop text is any, and the second one ends it
+    sampling = replace(SAMPLING, max_tokens=200, stop=tuple(WORDS[1:60]))
+    rules = Rules(sampling, EnvironmentCalls(Pointing, {}), max_turns=9)
+    generator.resume(0)
+    generator.submit([(dialogue, rules) for dialogue in dialogues])
+    complete: list[Dialogue] = []
+    while len(complete) < len(dialogues):
+        complete += generator.wait(60)
+    rollout.close()
+    assert [dialogue.turn_images for dialogue in dialogues] == [[2, 0, 1]] * len(ROWS)
+    assert all(dialogue.images == [PICTURES[digest] for digest in (SECOND, THIRD, FIRST)] for dialogue in dialogues)
+    columns = {
+        "prompt_ids": [list(dialogue.request.prompt_ids) for dialogue in dialogues],
+        "response_ids": [dialogue.ids for dialogue in dialogues],
+        "response_mask": [dialogue.mask for dialogue in dialogues],
+        "loss_mask": [dialogue.mask for dialogue in dialogues],
+        "images": [[*digests, SECOND, THIRD, FIRST] for digests, _ in ROWS],
+        "turn_images": [[2, 0, 1, 0]] * len(ROWS),
+    }
+    drawn = np.concatenate([np.array(dialogue.mask, dtype=bool) for dialogue in dialogues])
+    log_probs = np.concatenate([dialogue.log_probs for dialogue in dialogues])
+    for layout, options in LAYOUTS.items():
+        found = computed(engine(model, **options), TrajectoryBatch.of(columns))
+        np.testing.assert_allclose(found[drawn], log_probs[drawn], rtol=0, atol=CLOSE, err_msg=layout)
+    # the last turn, as an answer to a prompt that has all before it
+    starts = [dialogue.turn_starts[-1] for dialogue in dialogues]
+    columns |= {
+        "prompt_ids": [
+            [*dialogue.request.prompt_ids, *dialogue.ids[:start]]
+            for dialogue, start in zip(dialogues, starts, strict=True)
+        ],
+        "response_ids": [dialogue.ids[start:] for dialogue, start in zip(dialogues, starts, strict=True)],
+        "loss_mask": [dialogue.mask[start:] for dialogue, start in zip(dialogues, starts, strict=True)],
+    }
+    del columns["response_mask"], columns["turn_images"]
+    alone = computed(engine(model), TrajectoryBatch.of(columns))
+    last = np.concatenate([dialogue.log_probs[start:] for dialogue, start in zip(dialogues, starts, strict=True)])
+    np.testing.assert_allclose(alone, last, rtol=0, atol=CLOSE)
 
 
 def step(trainer: TorchEngine, batch: TrajectoryBatch) -> dict[str, torch.Tensor]:

@@ -357,7 +357,7 @@ CALLERS: dict[str, Any] = {
     "agent, later": chat_that_goes_on,
     "agent's text": lambda text, tokenizer: Completion(text).ids(tokenizer),
     "agent's text, later": completion_that_goes_on,
-    "environment": lambda text, tokenizer: content_ids(user(text), 7, tokenizer),
+    "environment": lambda text, tokenizer: content_ids(Chat(user(text)), 7, tokenizer),
     "environment's text": lambda text, tokenizer: content_ids(text, 7, tokenizer),
     "reward model": judged,
 }

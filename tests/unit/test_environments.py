@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from ratchet.infra.workers.call_log import JOURNAL
 from ratchet.rlhf.agents.agent_loop import TRIES, Generator, Rules
 from ratchet.rlhf.config import EnvironmentConfig
-from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.formats import Chat, Messages
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset
 from ratchet.rlhf.environments.calculator import Environment as Calculator
 from ratchet.rlhf.environments.calculator import calculate
@@ -191,23 +191,23 @@ def test_an_observation_without_a_text_separates_two_turns(tokenizer: Any) -> No
 def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "more"}]
     between = "<unk>more<unk>"  # this tokenizer has no token for newlines
-    assert tokenizer.decode(content_ids(messages, 7, tokenizer)) == between
+    assert tokenizer.decode(content_ids(Chat(messages), 7, tokenizer)) == between
     tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=TEMPLATE)
-    after_eos = content_ids(messages, tokenizer.eos_token_id, tokenizer)
+    after_eos = content_ids(Chat(messages), tokenizer.eos_token_id, tokenizer)
     assert tokenizer.decode(after_eos) == ".(user)more<eos>.(assistant)"
-    assert tokenizer.decode(content_ids(messages, 7, tokenizer)) == "<eos>.(user)more<eos>.(assistant)"
+    assert tokenizer.decode(content_ids(Chat(messages), 7, tokenizer)) == "<eos>.(user)more<eos>.(assistant)"
     whole = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "turn"}, *messages]
     prompt = tokenizer.apply_chat_template(whole[:1], add_generation_prompt=True, return_dict=False)
     turn = tokenizer("turn<eos>")["input_ids"]
     expected = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
     assert [*prompt, *turn, *after_eos] == expected, "as if it had been written in one go"
     said: Messages = [{"role": "user", "content": "abc ratchet0mark xyz"}, {"role": "user", "content": "more"}]
-    two = content_ids(said, tokenizer.eos_token_id, tokenizer)
+    two = content_ids(Chat(said), tokenizer.eos_token_id, tokenizer)
     assert tokenizer.decode(two) == ".(user)abc ratchet0mark xyz<eos>.(user)more<eos>.(assistant)"
     for template, does in (("{{ messages[-1].content }}", "leaves out"), (f"{TEMPLATE}{TEMPLATE}", "repeats")):
         tokenizer.chat_template = template
         with pytest.raises(UserError, match=f"{does} the assistant's messages: use another chat template"):
-            content_ids(messages, 7, tokenizer)
+            content_ids(Chat(messages), 7, tokenizer)
 
 
 def test_a_result_of_a_tool_may_spell_the_end_of_a_turn(tokenizer: Any) -> None:
@@ -220,11 +220,11 @@ def test_a_result_of_a_tool_may_spell_the_end_of_a_turn(tokenizer: Any) -> None:
         "{% else %}{{ m.content }}{% endif %}{% endfor %}."
     )
     results = [{"role": "tool", "content": "a<eos>b"}, {"role": "tool", "content": "c"}]
-    ids = content_ids(results, tokenizer.eos_token_id, tokenizer)
+    ids = content_ids(Chat(results), tokenizer.eos_token_id, tokenizer)
     assert tokenizer.decode(ids).endswith("a<eos>bc.")
     assert tokenizer.eos_token_id not in ids
     tokenizer.chat_template = tokenizer.chat_template.replace("}})", "}})<eos>")  # as the policy ended its turn
-    assert tokenizer.decode(content_ids(results, tokenizer.eos_token_id, tokenizer)) == "a<eos>bc."
+    assert tokenizer.decode(content_ids(Chat(results), tokenizer.eos_token_id, tokenizer)) == "a<eos>bc."
 
 
 def test_an_environment_cannot_end_a_turn(tokenizer: Any) -> None:
@@ -507,7 +507,7 @@ def test_a_template_that_knows_no_tools_is_named(tokenizer: Any) -> None:
     refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template=refuses)
     with pytest.raises(UserError, match=r"refuses the messages of rollout.environment \(roles: tool\): no tools"):
-        content_ids([{"role": "tool", "content": "42"}], 7, other)
+        content_ids(Chat([{"role": "tool", "content": "42"}]), 7, other)
 
 
 def test_an_environment_is_known_by_its_source(tmp_path: Path) -> None:

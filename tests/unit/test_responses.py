@@ -18,6 +18,7 @@ from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.batch import TrajectoryBatch
 from ratchet.rlhf.data.countdown_dataset import solutions
 from ratchet.rlhf.data.equal_text import text_lengths
+from ratchet.rlhf.data.formats import Chat
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import Dialogue, content_ids
 from ratchet.rlhf.models.tokenizers import load_tokenizer
@@ -51,7 +52,7 @@ def test_what_the_template_writes_between_turns_is_no_text(kind: str, assistant:
     assert response_text(tokenizer("a")["input_ids"], tokenizer) == "a", "the template may be set later"
     tokenizer.chat_template = template
     turn = tokenizer(f"a{end}")["input_ids"]
-    heard = content_ids([{"role": "user", "content": "b"}], turn[-1], tokenizer)
+    heard = content_ids(Chat([{"role": "user", "content": "b"}]), turn[-1], tokenizer)
     assert response_text([*turn, *heard], tokenizer) == f"a\nuser\nb\n{assistant}\n"
 
 

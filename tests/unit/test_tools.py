@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from ratchet.rlhf.agents.agent_loop import Generator, Rules
 from ratchet.rlhf.config import ModelConfig, parse_config
 from ratchet.rlhf.config.sections import EnvironmentConfig
+from ratchet.rlhf.data.formats import Chat
 from ratchet.rlhf.environments.dialogues import content_ids, is_prefix_stable
 from ratchet.rlhf.environments.environment import Observation, environment_digest
 from ratchet.rlhf.environments.guarded_calls import EnvironmentCalls
@@ -129,10 +130,11 @@ def test_a_dialogue_has_the_tokens_of_the_whole_conversation(folder: Path, famil
     before = tokenizer.apply_chat_template(called, return_dict=False)
     turn = before[len(prompt) : len(before) - before[::-1].index(tokenizer.eos_token_id)]
     observation = answer(Environment(FUNCTIONS), tokenizer.decode(turn))
-    assert isinstance(observation.content, list)
-    assert json.loads(observation.content[0]["content"]) == [{"day": 0, "city": "Bern", "sun": True}]
+    assert isinstance(observation.content, Chat)
+    messages = observation.content.messages
+    assert json.loads(messages[0]["content"]) == [{"day": 0, "city": "Bern", "sun": True}]
     added = content_ids(observation.content, turn[-1], tokenizer)
-    results = [{**message, "tool_call_id": "000000000"} for message in observation.content]
+    results = [{**message, "tool_call_id": "000000000"} for message in messages]
     whole = tokenizer.apply_chat_template([*called, *results], add_generation_prompt=True, return_dict=False)
     assert [*prompt, *turn, *added] == whole
 
@@ -141,7 +143,7 @@ def test_a_template_that_drops_reasoning_is_told_apart(folder: Path) -> None:
     hermes, llama = (load_tokenizer(model_of(folder, family)) for family in ("hermes", "llama"))
     assert not is_prefix_stable(hermes)
     assert is_prefix_stable(llama)
-    more = content_ids([{"role": "user", "content": "more"}], hermes.eos_token_id, hermes)
+    more = content_ids(Chat([{"role": "user", "content": "more"}]), hermes.eos_token_id, hermes)
     assert hermes.decode(more) == ".<im_start>user.more<eos>.<im_start>assistant."
 
 
