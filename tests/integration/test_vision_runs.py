@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from ratchet.infra.runs.run import open_run
-from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.config import ModelConfig, RunConfig
 from ratchet.rlhf.data.images import digest_of
 from ratchet.rlhf.data.prompts import PromptDataset
 from ratchet.rlhf.models.image_processor import ImageProcessor
@@ -18,6 +20,7 @@ from ratchet.rlhf.models.tokenizers import load_tokenizer
 from tests import tiny
 from tests.processes import Processes
 from tests.vision_models import picture, tiny_vision_model
+from tests.vision_partners import SHOWN
 
 PICTURES = [picture(number, 60 + 8 * number, 70) for number in range(4)]
 
@@ -71,3 +74,73 @@ def test_a_run_that_reuses_generations_keeps_their_pictures(workspace: Path, pro
     assert {digest: again.image(digest) for digests in again.trajectories()["images"] for digest in digests} == {
         digest_of(image): image for image in PICTURES
     }
+
+
+def shown(folder: Path, name: str, model: ModelConfig) -> pd.DataFrame:
+    """Returns the trajectories of a run, whose images are among its tokens in their order."""
+    run = open_run(f"{folder}/runs/{name}")
+    processor, rows = ImageProcessor(model, load_tokenizer(model)), run.trajectories()
+    for row in rows.to_dict("records"):
+        read = [*row["prompt_ids"], *(np.array(row["response_ids"])[np.array(row["response_mask"]) == 0])]
+        tokens = [token for digest in row["images"] for token in processor(run.image(digest)).tokens]
+        among = [token for token in read if token == processor.token_id]
+        assert len(among) == tokens.count(processor.token_id)
+    return rows
+
+
+def test_an_environment_shows_pictures_and_a_fork_continues_after_them(workspace: Path, processes: Processes) -> None:
+    folder = processes.folder
+    model = tiny_vision_model(folder / "model", "qwen2_5_vl")
+    prompts(folder)
+    partner = {"name": "tests.vision_partners:Pointing", "max_turns": 5}
+    talks: dict[str, Any] = {
+        "rollout__environment": partner,
+        "rollout__max_response_tokens": 160,
+        "reward": {"function": None},
+    }
+    child = processes.train(config_of(workspace, folder, "points", **talks))
+    assert child.wait() == 0, child.text
+    rows = shown(folder, "points", model)
+    pictures = [digest_of(image) for images in SHOWN.values() for image in images]
+    whole = rows[rows["turn_ends"].map(len) == 4]
+    assert len(whole) > len(rows) / 2
+    for row in whole.to_dict("records"):
+        assert (list(row["turn_images"]), list(row["images"][1:])) == ([2, 0, 1, 0], pictures)
+    trajectory = whole["trajectory_id"].iloc[0]
+    store = f"{folder}/runs"
+    forking = ("fork", "points", "--run", "on", "--store", store, "--trajectory", trajectory, "--turn", 2)
+    child = processes.cli(*forking, "--samples", 3)
+    assert child.wait() == 0, child.text
+    child = processes.train(open_run(f"{store}/on").config)
+    assert child.wait() == 0, child.text
+    continued = shown(folder, "on", model)
+    assert len(continued) == 3
+    begun = whole[whole["trajectory_id"] == trajectory].iloc[0]
+    for row in continued.to_dict("records"):
+        start = begun["turn_starts"][2]
+        assert list(row["response_ids"][:start]) == list(begun["response_ids"][:start])
+        assert list(row["images"][:3]) == list(begun["images"][:3])
+        assert list(row["turn_images"][:2]) == [2, 0]
+
+
+def test_an_agent_shows_pictures(workspace: Path, processes: Processes) -> None:
+    """Those of its prompt and its own, in two branches."""
+    folder = processes.folder
+    model = tiny_vision_model(folder / "model", "qwen2_5_vl")
+    prompts(folder)
+    calls = {
+        "rollout__agent": {"name": "tests.vision_partners:looks", "on_error": "fail"},
+        "rollout__max_response_tokens": 160,
+    }
+    child = processes.train(config_of(workspace, folder, "looks", reward={"function": None}, **calls))
+    assert child.wait() == 0, child.text
+    rows = shown(folder, "looks", model)
+    pictures = [digest_of(image) for images in SHOWN.values() for image in images]
+    for branch, images in {0: pictures, 1: pictures[:2]}.items():
+        of_branch = rows[rows["branch"] == branch]
+        assert len(of_branch) == len(rows) / 2
+        assert all(list(row[1:]) == images for row in of_branch["images"])
+        own = {digest_of(PICTURES[number]) for number in range(4)}
+        assert {row[0] for row in of_branch["images"]} == own
+    said = json.loads(rows[rows["branch"] == 0]["calls"].iloc[0][1]["asked"])["messages"][-1]
+    assert said == {"role": "user", "content": "<image>w5<image>", "images": pictures[:2]}
