@@ -34,7 +34,7 @@ from tests.contract.test_train_engines import (
 from tests.ranks import Ranks
 from tests.tiers import sampled
 
-pytestmark = sampled(8)
+pytestmark = sampled(16)
 
 __all__ = ["ranks"]
 LORA = LoRAConfig(r=4, alpha=8)

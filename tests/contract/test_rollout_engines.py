@@ -497,6 +497,7 @@ def test_an_engines_own_noise_is_not_repeated(engine: str, policy_folder: Path) 
     assert seeded not in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", engines("hf", "vllm", "vllm-async"), indirect=True)
 def test_an_engine_that_made_room_answers_as_before(own: Kind, policy_folder: Path) -> None:
     """With the weights that it kept, and with those that it is given again. On the CPU vLLM ignores sleep, except that

@@ -16,6 +16,7 @@ import pytest
 from ratchet.infra.runs.run import Run, open_run
 from tests import tiny
 from tests.extras import VERL, needs
+from tests.tiers import sampled
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.promise
@@ -78,6 +79,7 @@ class Trained:
         return open_run(f"file://{self.root}/runs/{run}")
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_trl_writes_tokens_rewards_and_advantages_and_trains_as_without(name: str, tmp_path: Path) -> None:
     trained = Trained(tmp_path, name)
@@ -114,6 +116,7 @@ def test_trl_writes_tokens_rewards_and_advantages_and_trains_as_without(name: st
     assert (held_out.groupby(["iteration", "prompt_id"])["prompt"].agg(["nunique", "size"]) == [1, 4]).all(axis=None)
 
 
+@pytest.mark.slow
 def test_a_resumed_trainer_of_trl_repeats_steps_in_a_fork(tmp_path: Path) -> None:
     trained = Trained(tmp_path, "GRPO")
     settings: dict[str, Any] = {"save_steps": 2}

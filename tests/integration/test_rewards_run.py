@@ -219,7 +219,6 @@ def compute_score(solution_str, ground_truth, method="strict", extra_info=None, 
 """
 
 
-@pytest.mark.promise
 def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: Processes) -> None:
     """By name, with structures, and without extra_info; a file alone, and prompts by their URL."""
     (processes.folder / "tiny_zero.py").write_text(TINY_ZERO)

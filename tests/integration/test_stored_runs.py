@@ -43,7 +43,6 @@ def test_a_stored_run_is_read(stored: Path) -> None:
     assert {"timing_s/gen", "timing_s/ref", "actor/reward_kl_penalty_coeff"} <= names
 
 
-@pytest.mark.promise
 def test_a_stored_run_is_continued_without_computing_again(stored: Path, processes: Processes) -> None:
     """It was killed after its critic was updated: only the rest of the open iteration is computed."""
     run = open_run(f"file://{stored}")

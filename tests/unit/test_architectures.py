@@ -94,6 +94,7 @@ def test_a_fit_of_what_transformers_has_no_class_for_is_refused(tmp_path: Path) 
         )
 
 
+@pytest.mark.slow
 def test_transformers_loads_such_a_critic_after_a_line(tmp_path: Path) -> None:
     """As its model card says."""
     projecting = folder(tmp_path / "policy", "opt", word_embed_proj_dim=8)  # of its last hidden states

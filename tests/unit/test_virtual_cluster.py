@@ -106,6 +106,7 @@ def lost_every(seconds: float, work: Work, iterations: int) -> tuple[float, int,
         return cut.time.now - took, cut.losses, done
 
 
+@pytest.mark.slow
 def test_each_of_several_losses_costs_as_much_as_one() -> None:
     work = Work(replicas=8, prompts=256, journal_s=10.0)
     cost, losses, done = lost_every(300.0, work, iterations=6)
