@@ -129,6 +129,7 @@ def run_adapted(kind: Kind, batch: TrajectoryBatch, load: Files | None = None, *
     return {"began": began, "metrics": metrics, "digest": engine.digest(), "files": engine.state()}
 
 
+@pytest.mark.slow
 def test_adapters_by_two_processes(kind: Kind, batch: TrajectoryBatch, ranks: Ranks) -> None:
     """Each trains, each writes its share of the moments, and one process continues with plain PyTorch."""
     one = adapted(kind, "torch")

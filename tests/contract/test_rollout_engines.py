@@ -62,6 +62,7 @@ from ratchet.rlhf.weights import buckets
 from tests import sglang_server, tiny, vllm_drafts
 from tests.extras import needs
 from tests.served import end_servers
+from tests.tiers import sampled
 from tests.tiny import model_folder, moe_folder
 from tests.vllm_server import serving
 
@@ -800,6 +801,7 @@ def truncated(probs: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: floa
     return np.asarray(kept / kept.sum())
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "truncation",
     [

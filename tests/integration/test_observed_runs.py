@@ -161,7 +161,7 @@ def test_stages_are_those_that_the_run_has(ratchet: Callable[..., str], store: s
     assert f"computed by {TRAINER}" in ratchet("status", "texts")
 
 
-@pytest.mark.promise
+@sampled(4)
 @pytest.mark.parametrize("name", ALL)
 def test_the_page(store: str, name: str) -> None:
     run = run_of(store, name)

@@ -17,6 +17,7 @@ from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
+from tests.tiers import sampled
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"
 
@@ -387,7 +388,7 @@ def test_another_policy_begins_where_the_first_one_led(workspace: Path, processe
     assert once["weights"] == again["weights"]
 
 
-@pytest.mark.promise
+@sampled(4)
 @pytest.mark.parametrize(
     ("row", "says"),
     [

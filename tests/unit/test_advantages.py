@@ -515,6 +515,7 @@ def scored(scores: list[float], group_ids: list[int], dtype: torch.dtype) -> Bat
     }
 
 
+@sampled(4)
 @comparing
 @properties
 @given(dtypes, st.lists(st.tuples(st.integers(1, 70), st.floats(-1e4, 1e4)), min_size=1, max_size=4), st.booleans())

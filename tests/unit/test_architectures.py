@@ -21,6 +21,7 @@ from ratchet.rlhf.models.loading import load_actor, load_critic, save
 from ratchet.rlhf.models.model_folders import check_weights
 from ratchet.rlhf.models.token_outputs import Head
 from ratchet.rlhf.train.torch_engine import TorchEngine
+from tests.tiers import sampled
 
 SMALL: dict[str, dict[str, Any]] = {
     "biogpt": {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "layerdrop": 0.5},
@@ -116,6 +117,7 @@ def inferred(engine: TorchEngine) -> np.ndarray:
     return np.concatenate(engine.infer(BATCH, [name], temperature=1.0, micro_batch_tokens=64)[name].to_pylist())
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("kind", "head"),
     [(kind, "policy") for kind in SMALL]

@@ -70,6 +70,7 @@ def told() -> list[tuple[Any, ...]]:
     return messages
 
 
+@pytest.mark.slow
 def test_weights_that_are_replaced_anyway_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM sleeps without its weights, gets memory for the new ones alone, and the cache's only when it generates: the
     actor has left the device by then."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratchet.infra.store.manifest import Manifest
+from tests.tiers import sampled
 from tests.virtual.cluster import Cluster, Iteration, Speeds, Work
 from tests.virtual.time import NothingHappens, VirtualTime
 
@@ -30,6 +31,7 @@ def digests(manifest: Manifest) -> list[str]:
     return [shard.sha256 for shard in manifest.shards]
 
 
+@sampled(4)
 @pytest.mark.parametrize(
     ("work", "busy"),
     [
