@@ -58,7 +58,7 @@ from tests.ranks import Ranks, in_another_process, only_rank
 from tests.tiers import sampled
 from tests.tiny import moe_folder
 
-pytestmark = sampled(24)
+pytestmark = sampled(8)
 
 Files = dict[str, bytes]
 

@@ -16,7 +16,6 @@ import pytest
 from ratchet.infra.runs.run import Run, open_run
 from tests import tiny
 from tests.extras import VERL, needs
-from tests.tiers import sampled
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.promise
@@ -79,7 +78,7 @@ class Trained:
         return open_run(f"file://{self.root}/runs/{run}")
 
 
-@sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_trl_writes_tokens_rewards_and_advantages_and_trains_as_without(name: str, tmp_path: Path) -> None:
     trained = Trained(tmp_path, name)

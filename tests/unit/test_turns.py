@@ -108,6 +108,7 @@ def test_weights_that_are_needed_again_are_kept(
     assert told() == [("wake", ["weights", "kv_cache"])]
 
 
+@pytest.mark.slow
 def test_moments_do_not_move_when_weights_are_copied_or_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = worker(tmp_path, monkeypatch)
     actor = built.engines.state_of("actor")
