@@ -101,7 +101,7 @@ kubernetes: build/kubernetes/installed ## today's Prefect worker for Kubernetes,
 
 TESTS ?= tests
 PYTEST = OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
-test: $(VENV)/installed ## the tests, without the slow ones: about a quarter of an hour on two cores
+test: $(VENV)/installed ## the tests, without the slow ones: about ten minutes on two cores
 	$(PYTEST) -m "not slow" $(TESTS)
 
 # what depends most on torch, transformers, PEFT, DeepSpeed, Prefect and Ray
@@ -109,10 +109,11 @@ VERSIONS ?= oldest
 OTHERS = tests/contract/test_train_engines.py tests/contract/test_lora.py \
 	tests/integration/test_deploy.py tests/integration/test_packaging.py tests/unit/test_hub_layout.py \
 	$(if $(filter newest,$(VERSIONS)),tests/contract/test_vision.py)
+RUNS = test_ppo test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs
 test-versions: ## some of them with the oldest versions that pyproject.toml takes; VERSIONS=newest: with the newest
 	$(MAKE) build/$(VERSIONS)/installed VENV=build/$(VERSIONS) CONSTRAINTS=tests/versions/$(VERSIONS).txt
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) -m "not slow" $(OTHERS)
-	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) tests/integration/test_train.py
+	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) $(RUNS:%=tests/integration/test_train.py::%)
 
 test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah bubblewrap openenv harness verl slurm site-environment`
 	$(PYTEST) -m slow $(TESTS)

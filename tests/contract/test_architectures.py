@@ -115,7 +115,7 @@ def reference(path: str | Path, batch: TrajectoryBatch) -> np.ndarray:
     return np.concatenate(found)
 
 
-@sampled(8)
+@sampled(16)
 @pytest.mark.parametrize("kind", WORKING)
 def test_rollout_trainer_and_a_plain_forward_pass_agree(tmp_path: Path, kind: str) -> None:
     model = folder(tmp_path, kind)
@@ -131,7 +131,7 @@ def test_rollout_trainer_and_a_plain_forward_pass_agree(tmp_path: Path, kind: st
 RESPONSES = sequences([[5, 6, 7, 8]] * len(PROMPTS))
 
 
-@sampled(8)
+@sampled(16)
 @pytest.mark.parametrize("kind", WORKING)
 def test_a_checkpoint_is_the_whole_trainer_and_a_plain_model(tmp_path: Path, kind: str) -> None:
     model = folder(tmp_path / "model", kind)
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_the_whole_trainer_and_a_plain_model(tmp_path: Path, kin
     np.testing.assert_allclose(reference(tmp_path, RESPONSES), learned, rtol=0, atol=CLOSE)
 
 
-@sampled(8)
+@sampled(16)
 @pytest.mark.parametrize("kind", WORKING)
 def test_adapters_learn_and_are_merged_into_a_plain_model(tmp_path: Path, kind: str) -> None:
     model = folder(tmp_path / "model", kind)
@@ -196,7 +196,7 @@ def test_vllm_generates_with_the_log_probs_of_the_trainer(tmp_path: Path, kind: 
         rollout.close()
 
 
-@sampled(8)
+@sampled(16)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WHOLE])
 def test_a_small_model_shows_before_the_start_what_works(tmp_path: Path, kind: str) -> None:
     tiny_config(kind).save_pretrained(tmp_path)
@@ -218,7 +218,7 @@ def test_a_decoder_that_cannot_be_a_critic_is_refused(tmp_path: Path) -> None:
         load_critic(folder(tmp_path, "hy_v4"))
 
 
-@sampled(8)
+@sampled(16)
 @pytest.mark.parametrize("kind", [kind for kind in WORKING if kind not in OWN_CLASSIFIER | NO_CRITIC.keys()])
 def test_any_decoder_can_be_a_critic_and_a_reward_model(tmp_path: Path, kind: str) -> None:
     model = folder(tmp_path / "policy", kind)

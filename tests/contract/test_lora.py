@@ -34,7 +34,7 @@ from tests.contract.test_train_engines import (
 from tests.ranks import Ranks
 from tests.tiers import sampled
 
-pytestmark = sampled(8)
+pytestmark = sampled(16)
 
 __all__ = ["ranks"]
 LORA = LoRAConfig(r=4, alpha=8)
@@ -129,6 +129,7 @@ def run_adapted(kind: Kind, batch: TrajectoryBatch, load: Files | None = None, *
     return {"began": began, "metrics": metrics, "digest": engine.digest(), "files": engine.state()}
 
 
+@pytest.mark.slow
 def test_adapters_by_two_processes(kind: Kind, batch: TrajectoryBatch, ranks: Ranks) -> None:
     """Each trains, each writes its share of the moments, and one process continues with plain PyTorch."""
     one = adapted(kind, "torch")

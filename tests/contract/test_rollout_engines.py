@@ -62,6 +62,7 @@ from ratchet.rlhf.weights import buckets
 from tests import sglang_server, tiny, vllm_drafts
 from tests.extras import needs
 from tests.served import end_servers
+from tests.tiers import sampled
 from tests.tiny import model_folder, moe_folder
 from tests.vllm_server import serving
 
@@ -497,6 +498,7 @@ def test_an_engines_own_noise_is_not_repeated(engine: str, policy_folder: Path) 
     assert seeded not in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", engines("hf", "vllm", "vllm-async"), indirect=True)
 def test_an_engine_that_made_room_answers_as_before(own: Kind, policy_folder: Path) -> None:
     """With the weights that it kept, and with those that it is given again. On the CPU vLLM ignores sleep, except that
@@ -799,6 +801,7 @@ def truncated(probs: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: floa
     return np.asarray(kept / kept.sum())
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "truncation",
     [

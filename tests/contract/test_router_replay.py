@@ -188,7 +188,7 @@ UNFIT = {"doge", "gemma4_text", "longcat_flash", "phimoe", "zaya"}
 MIXTURES = [kind for kind in families.text_decoders() if kind not in REFUSED and has_experts(kind)]
 
 
-@sampled(5)
+@sampled(15)
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_architectures_take_routes_or_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     model = load_actor(decoder_folder(tmp_path, kind))
@@ -210,7 +210,7 @@ def test_a_model_without_experts_is_refused(policy_folder: Path) -> None:
 # The trainer follows.
 
 
-@sampled(4)
+@sampled(8)
 def test_outputs_are_those_of_a_naive_pass_with_these_experts(kind: Kind, routed: TrajectoryBatch) -> None:
     engine = kind.build(follows_routes=True)
     free = infer(engine, kind, routed.take(ALL).without(ROUTES))
@@ -281,7 +281,7 @@ def test_a_step_is_that_of_autograd_with_these_experts(
     assert gates == LAYERS, "each router learns"
 
 
-@sampled(4)
+@sampled(8)
 def test_an_update_has_the_same_bits_again(kind: Kind, routed: TrajectoryBatch) -> None:
     engines = [kind.build(follows_routes=True) for _ in range(2)]
     for engine in engines:
@@ -364,7 +364,7 @@ def run_routed(
     return run(kind, batch, {"follows_routes": True, **options}, plan=plan)
 
 
-@sampled(4)
+@sampled(16)
 @pytest.mark.parametrize(("engine", "options"), LAYOUTS, ids=str)
 def test_two_processes_follow_routes_as_one_does(
     engine: str, options: dict[str, Any], routed: TrajectoryBatch, mixtures: dict[str, Path], ranks: Ranks

@@ -49,7 +49,7 @@ from ratchet.rlhf.weights.stored_state import StoredState
 from tests import megatron_on_cpu
 from tests.tiers import sampled
 
-pytestmark = sampled(4)
+pytestmark = sampled(12)
 
 Head = Literal["policy", "value"]
 LOAD = {"policy": load_actor, "value": load_critic}
@@ -311,6 +311,7 @@ def test_how_it_is_computed_changes_nothing(kind: Kind, batch: TrajectoryBatch, 
     assert_same_update(other, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "options"),
     [("torch", {}), ("fsdp", {"gradient_checkpointing": True, "share_prompts": False})],

@@ -38,6 +38,7 @@ from ratchet.rlhf.rollout.engine import Request, Sampling
 from ratchet.rlhf.rollout.hf_engine import HFRollout
 from ratchet.rlhf.train.engine import OptimizerPlan
 from ratchet.rlhf.train.torch_engine import TorchEngine
+from tests.tiers import sampled
 from tests.vision_models import WORDS, picture, tiny_vision_model
 
 CLOSE = 1e-5
@@ -152,6 +153,7 @@ def computed(trainer: TorchEngine, batch: TrajectoryBatch) -> np.ndarray:
     return np.concatenate(outputs["log_probs"].to_pylist())
 
 
+@sampled(3)
 @pytest.mark.parametrize("kind", VISION)
 def test_prompts_have_the_tokens_of_the_familys_processor(tmp_path: Path, kind: str) -> None:
     model = tiny_vision_model(tmp_path, kind)
@@ -178,6 +180,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@sampled(3)
 @pytest.mark.parametrize("kind", VISION)
 def test_rollout_trainer_and_transformers_agree(tmp_path: Path, kind: str) -> None:
     model = tiny_vision_model(tmp_path, kind)
@@ -190,6 +193,7 @@ def test_rollout_trainer_and_transformers_agree(tmp_path: Path, kind: str) -> No
         )
 
 
+@sampled(3)
 @pytest.mark.parametrize("kind", VISION)
 def test_another_picture_is_seen(tmp_path: Path, kind: str) -> None:
     model = tiny_vision_model(tmp_path, kind)
@@ -206,6 +210,7 @@ def test_another_picture_is_seen(tmp_path: Path, kind: str) -> None:
     assert moved[4] == 0
 
 
+@sampled(2)
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
 def test_a_placeholder_that_the_policy_drew_is_no_image(tmp_path: Path, kind: str) -> None:
     model = tiny_vision_model(tmp_path, kind)
@@ -245,6 +250,7 @@ class Pointing:
         return Observation([{"role": "user", "content": [*images[:1], {"type": "text", "text": "w5"}, *images[1:]]}])
 
 
+@sampled(3)
 @pytest.mark.parametrize("kind", VISION)
 def test_images_of_observations_are_read_by_rollout_and_trainer(tmp_path: Path, kind: str) -> None:
     model = tiny_vision_model(tmp_path, kind)
@@ -311,6 +317,7 @@ def step(trainer: TorchEngine, batch: TrajectoryBatch) -> dict[str, torch.Tensor
     return {name: tensor - before[name] for name, tensor in trainer.weights()}
 
 
+@sampled(3)
 @pytest.mark.parametrize("kind", VISION)
 def test_the_vision_tower_is_frozen_unless_it_learns(tmp_path: Path, kind: str) -> None:
     model = tiny_vision_model(tmp_path, kind)
@@ -326,6 +333,7 @@ def test_the_vision_tower_is_frozen_unless_it_learns(tmp_path: Path, kind: str) 
     assert adapters and not any("vision" in name or "visual" in name for name in adapters)
 
 
+@sampled(3)
 @pytest.mark.parametrize("kind", VISION)
 def test_a_trained_model_is_a_folder_of_transformers(tmp_path: Path, kind: str) -> None:
     model = tiny_vision_model(tmp_path / "model", kind)
@@ -340,6 +348,7 @@ def test_a_trained_model_is_a_folder_of_transformers(tmp_path: Path, kind: str) 
     np.testing.assert_allclose(reference(trained, batch), expected, rtol=0, atol=CLOSE)
 
 
+@sampled(3)
 @pytest.mark.parametrize("kind", VISION)
 def test_a_critic_sees(tmp_path: Path, kind: str) -> None:
     model = tiny_vision_model(tmp_path, kind)

@@ -37,23 +37,31 @@ def config_file(config: RunConfig, tmp_path: Path) -> Path:
     return path
 
 
+class Uninterrupted(dict[int, History]):
+    """The histories of runs with a snapshot after `every` iterations, each of which is made when a test asks for it."""
+
+    def __init__(self, folder: Path, workspace: Path) -> None:
+        self.folder, self.workspace = folder, workspace
+
+    def __missing__(self, every: int) -> History:
+        config = crash_config(self.workspace, self.folder / str(every), every)
+        with locked(self.folder):
+            if not (self.folder / f"{every}.done").exists():
+                (self.folder / str(every)).mkdir()
+                child = Processes(self.folder / str(every)).train(config)
+                assert child.wait() == 0, child.text
+                (self.folder / f"{every}.done").touch()
+        self[every] = history = History.of(config)
+        history.check_sound()
+        for role in ("actor", "critic"):
+            assert history.state.weights[role].version == ITERATIONS
+            assert history.state.weights[role].digest != history.state.initial[role].digest
+        return history
+
+
 @pytest.fixture(scope="session")
 def uninterrupted(common: Path, workspace: Path, prefect_server: str) -> dict[int, History]:
     """The histories of the runs that tests kill, left alone."""
     folder = common / "uninterrupted"
     folder.mkdir(exist_ok=True)
-    histories = {}
-    for every in EVERY:
-        config = crash_config(workspace, folder / str(every), every)
-        with locked(folder):
-            if not (folder / f"{every}.done").exists():
-                (folder / str(every)).mkdir()
-                child = Processes(folder / str(every)).train(config)
-                assert child.wait() == 0, child.text
-                (folder / f"{every}.done").touch()
-        histories[every] = history = History.of(config)
-        history.check_sound()
-        for role in ("actor", "critic"):
-            assert history.state.weights[role].version == ITERATIONS
-            assert history.state.weights[role].digest != history.state.initial[role].digest
-    return histories
+    return Uninterrupted(folder, workspace)

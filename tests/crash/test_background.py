@@ -11,7 +11,6 @@ from ratchet.rlhf.config import RunConfig
 from tests.crash.conftest import ITERATIONS
 from tests.history import History
 from tests.processes import Fault, Processes
-from tests.tiers import sampled
 
 SLOW = Fault(
     "put",
@@ -46,7 +45,6 @@ def test_the_next_iteration_generates_meanwhile(
     assert len(list(history.folder.glob("checkpoints/actor/*/*.safetensors"))) == 2
 
 
-@sampled(8)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("file", ["actor/000002.*/model", "critic/000002.*/manifest"])
 def test_killed_while_a_snapshot_is_written(

@@ -58,7 +58,7 @@ def _fault(stage: str, point: str, iteration: int) -> Fault:
     return Fault("put", f"trajectories/{stage}/iteration={iteration:06d}/.*part-{shard:05d}", when)
 
 
-@sampled(24)
+@sampled(80)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("stage", STAGES)

@@ -75,7 +75,7 @@ def scores(run: Run) -> dict[int, list[float]]:
     return found
 
 
-@sampled(4)
+@sampled(16)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_killed_trainer_goes_on(point: str, when: str, children: Processes, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_trainer_that_is_killed_while_it_forks(when: str, children: Processes,
     assert not ObjectStore(f"{store}/mine-3").list("")
 
 
-@sampled(2)
+@sampled(6)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("point", ["rows", "record of the stages", "record of the close"])
 def test_a_killed_import_is_repeated(point: str, when: str, children: Processes, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
-from tests.tiers import sampled
 
 SHARDS = 6
 LEASED = Fault("create", '{"kind":"lease","iteration":1')
@@ -124,7 +123,6 @@ POINTS = {
 }
 
 
-@sampled(6)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_worker_is_killed(point: str, workspace: Path, processes: Processes) -> None:
     config = config_of(workspace, processes.folder / "runs")

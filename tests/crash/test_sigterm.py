@@ -12,7 +12,6 @@ from ratchet.rlhf.config import RunConfig
 from tests.crash.test_two_drivers import check_finished, wait_until
 from tests.history import History
 from tests.processes import Fault, Processes, grace
-from tests.tiers import sampled
 
 STOPS_WITHIN_S = 300.0
 """Stages that hang take ten minutes here."""
@@ -46,7 +45,6 @@ def resume(
     check_finished(config, uninterrupted)
 
 
-@sampled(8)
 @pytest.mark.parametrize("moment", SIGTERM_AT)
 def test_sigterm(
     moment: str, config: RunConfig, config_file: Path, processes: Processes, uninterrupted: dict[int, History]

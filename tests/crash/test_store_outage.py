@@ -8,7 +8,6 @@ from ratchet.rlhf.config import RunConfig
 from tests.crash.test_two_drivers import check_finished
 from tests.history import History
 from tests.processes import Fault, Processes
-from tests.tiers import sampled
 
 OUTAGE = {
     "data": Fault("put", "trajectories/score/iteration=000001/.*part-00001", "after", outage_s=1.0),
@@ -30,7 +29,6 @@ def _little_patience() -> None:
     kwdefaults["deadline_s"] = 0.3
 
 
-@sampled(8)
 @pytest.mark.parametrize("where", OUTAGE)
 def test_outage(where: str, config: RunConfig, processes: Processes, uninterrupted: dict[int, History]) -> None:
     driver = processes.train(config, OUTAGE[where], setup=_little_patience)

@@ -12,7 +12,6 @@ from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes
-from tests.tiers import sampled
 
 POINTS = {
     "before": Fault("put", "trajectories/teacher_log_probs/iteration=000001/.*part-00001", "before"),
@@ -37,7 +36,6 @@ def config_of(workspace: Path, store: Path) -> RunConfig:
     )
 
 
-@sampled(5)
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_and_resumed(point: str, workspace: Path, processes: Processes) -> None:
     alone, config = (config_of(workspace, processes.folder / name) for name in ("alone", "runs"))

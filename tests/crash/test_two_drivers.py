@@ -35,7 +35,6 @@ def check_finished(config: RunConfig, uninterrupted: dict[int, History]) -> None
     assert history.results == uninterrupted[1].results
 
 
-@pytest.mark.promise
 def test_two_started_at_once(
     config: RunConfig, config_file: Path, processes: Processes, uninterrupted: dict[int, History]
 ) -> None:

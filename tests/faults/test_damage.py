@@ -53,7 +53,7 @@ def shard(config: RunConfig, stage: str) -> Path:
     return sorted(folder.rglob("*.parquet"))[1]
 
 
-@sampled(3)
+@sampled(9)
 @pytest.mark.parametrize("stage", ["generate", "score", "old_log_probs"])
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
 def test_a_damaged_shard_is_named_and_never_trained_on(config: RunConfig, stage: str, damage: str) -> None:

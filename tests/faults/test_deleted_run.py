@@ -53,7 +53,7 @@ MOMENTS = {
 }
 
 
-@sampled(4)
+@sampled(12)
 @pytest.mark.parametrize("folder", ["", "log"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_deleted_folder(moment: str, folder: str, workspace: Path, tmp_path: Path, processes: Processes) -> None:

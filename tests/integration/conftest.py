@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -26,15 +27,26 @@ HOSTILE = '</script><img src=x onerror="hacked=1"><script>hacked=1</script>'
 
 
 @pytest.fixture(scope="session")
-def shown_runs(common: Path, workspace: Path, prefect_server: str) -> Path:
-    """Returns a folder with runs: `ppo`; `grpo` without reference and validation; open forks; a hostile one."""
+def ppo_runs(common: Path, workspace: Path, prefect_server: str) -> Path:
+    """Returns a folder with the run `ppo` and open forks of it."""
     folder = common / "shown"
     folder.mkdir(exist_ok=True)
     with locked(folder):
-        if not (folder / "done").exists():
-            _make(folder / "runs", workspace, _hostile(folder / "hostile", workspace))
-            (folder / "done").touch()
+        if not (folder / "ppo.done").exists():
+            _make_ppo(folder / "runs", workspace)
+            (folder / "ppo.done").touch()
     return folder / "runs"
+
+
+@pytest.fixture(scope="session")
+def shown_runs(ppo_runs: Path, workspace: Path) -> Path:
+    """Returns this folder with more runs: `grpo` without reference and validation, and a hostile one."""
+    folder = ppo_runs.parent
+    with locked(folder):
+        if not (folder / "done").exists():
+            _make_shown(folder / "runs", workspace, _hostile(folder / "hostile", workspace))
+            (folder / "done").touch()
+    return ppo_runs
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +103,22 @@ def _make_others(store: Path, folder: Path, workspace: Path) -> None:
         flow(kind.model_validate({"run": run, "model": model, "lr": 0.01, "checkpoint_steps": 2, **files, **size}))
 
 
-def _make(folder: Path, workspace: Path, hostile: Path) -> None:
-    changes = {"run__store": f"file://{folder}", "reward__function": "tests.rewards:letters"}
+def _make_ppo(folder: Path, workspace: Path) -> None:
     validation = {"data": str(workspace / "held_out.parquet"), "every": 2}
-    ppo = tiny.config(workspace, run__name="ppo", validation=validation, **changes)
+    ppo = tiny.config(workspace, run__name="ppo", validation=validation, **_changes(folder))
     train(ppo)
-    grpo = {"algorithm__advantage": "grpo", "algorithm__kl__in_reward": None, "actor__lr": 0.002}
-    train(tiny.config(workspace, run__name="grpo", **changes | grpo))
-    train(tiny.config(hostile, run__name="hostile", data__max_prompt_tokens=400, **changes))
     for name, iteration in (("open", 2), ("new", 0)):
         fork_run(open_run(f"file://{folder}/ppo"), ppo.with_values({"run.name": name}), iteration, "score")
+
+
+def _make_shown(folder: Path, workspace: Path, hostile: Path) -> None:
+    grpo = {"algorithm__advantage": "grpo", "algorithm__kl__in_reward": None, "actor__lr": 0.002}
+    train(tiny.config(workspace, run__name="grpo", **_changes(folder) | grpo))
+    train(tiny.config(hostile, run__name="hostile", data__max_prompt_tokens=400, **_changes(folder)))
+
+
+def _changes(folder: Path) -> dict[str, Any]:
+    return {"run__store": f"file://{folder}", "reward__function": "tests.rewards:letters"}
 
 
 def _hostile(folder: Path, workspace: Path) -> Path:

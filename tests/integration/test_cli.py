@@ -22,6 +22,7 @@ from ratchet.infra.runs.run import open_run
 from ratchet.rlhf.errors import UserError
 from tests import tiny
 from tests.processes import Processes
+from tests.tiers import sampled
 
 ROOT = Path(__file__).parents[2]
 
@@ -265,7 +266,7 @@ def test_supervised_steps_lower_the_loss(ratchet: Ratchet, workspace: Path, tmp_
     assert (tmp_path / "model-30" / "model.safetensors").exists()
 
 
-@pytest.mark.promise
+@sampled(4)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -24,6 +24,7 @@ from ratchet.rlhf.errors import UserError
 from tests import environments, tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
+from tests.tiers import sampled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -481,7 +482,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], says: str
         start("refused", **changes)
 
 
-@pytest.mark.promise
+@sampled(5)
 @pytest.mark.parametrize(
     ("environment", "says"),
     [

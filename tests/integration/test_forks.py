@@ -72,7 +72,6 @@ def of(config: RunConfig, name: str) -> History:
     return history
 
 
-@pytest.mark.promise
 def test_a_fork_shares_what_came_before_and_nothing_is_copied(
     ratchet: Ratchet, parent: History, config: RunConfig, tmp_path: Path
 ) -> None:
@@ -201,7 +200,6 @@ def test_forks_that_cannot_be(
     assert not (parent.folder.parent / "child").exists()
 
 
-@pytest.mark.promise
 def test_plan_says_what_would_run_again_and_why(ratchet: Ratchet, parent: History, config: RunConfig) -> None:
     path = parent.folder.parent.parent / "parent.yaml"
     code, out, err = ratchet("plan", path, REWARD, "actor.lr=0.5")

@@ -98,7 +98,6 @@ def told(python: Python, *paths: str, **environment: str) -> list[dict[str, Any]
     return [json.loads(line) for line in python("-c", SAY, *paths, **environment).splitlines()]
 
 
-@pytest.mark.promise
 def test_a_dataset_of_the_hub_is_read_like_its_files(python: Python, hub: Hub, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     for name, data in FILES.items():

@@ -38,10 +38,10 @@ from tests.stored import STORED
 
 
 @pytest.fixture
-def store(shown_runs: Path, tmp_path: Path) -> Path:
+def store(ppo_runs: Path, tmp_path: Path) -> Path:
     """A store of its own, with `ppo` and `open`, which names `ppo` as its parent."""
     for name in ("ppo", "open"):
-        shutil.copytree(shown_runs / name, tmp_path / name)
+        shutil.copytree(ppo_runs / name, tmp_path / name)
     return tmp_path
 
 

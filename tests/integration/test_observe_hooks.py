@@ -78,6 +78,7 @@ class Trained:
         return open_run(f"file://{self.root}/runs/{run}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_trl_writes_tokens_rewards_and_advantages_and_trains_as_without(name: str, tmp_path: Path) -> None:
     trained = Trained(tmp_path, name)
@@ -114,6 +115,7 @@ def test_trl_writes_tokens_rewards_and_advantages_and_trains_as_without(name: st
     assert (held_out.groupby(["iteration", "prompt_id"])["prompt"].agg(["nunique", "size"]) == [1, 4]).all(axis=None)
 
 
+@pytest.mark.slow
 def test_a_resumed_trainer_of_trl_repeats_steps_in_a_fork(tmp_path: Path) -> None:
     trained = Trained(tmp_path, "GRPO")
     settings: dict[str, Any] = {"save_steps": 2}

@@ -31,6 +31,7 @@ from tests.integration.test_cli import ratchet as recorded  # noqa: F401  (a fix
 from tests.integration.test_sharing import hub, online  # noqa: F401  (fixtures)
 from tests.rewards import letters
 from tests.stored import RUN, STORED
+from tests.tiers import sampled
 
 Row = dict[str, Any]
 PROMPTS, ANSWERS, STEPS = 3, 4, 3
@@ -126,7 +127,7 @@ def run_of(store: str, name: str) -> Run:
 ALL = ["texts", "tokens", "validated", "lines"]
 
 
-@pytest.mark.promise
+@sampled(4)
 @pytest.mark.parametrize("name", ALL)
 def test_reading(ratchet: Callable[..., str], store: str, tmp_path: Path, name: str) -> None:
     run = run_of(store, name)
@@ -160,7 +161,7 @@ def test_stages_are_those_that_the_run_has(ratchet: Callable[..., str], store: s
     assert f"computed by {TRAINER}" in ratchet("status", "texts")
 
 
-@pytest.mark.promise
+@sampled(4)
 @pytest.mark.parametrize("name", ALL)
 def test_the_page(store: str, name: str) -> None:
     run = run_of(store, name)

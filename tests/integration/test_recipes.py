@@ -86,7 +86,7 @@ def test_every_recipe_is_tested() -> None:
     assert there == MORE.keys() | ELSEWHERE
 
 
-@sampled(8)
+@sampled(40)
 @pytest.mark.parametrize("name", sorted(MORE))
 def test_recipe(name: str, workspace: Path, tmp_path: Path, prefect_server: str) -> None:
     config = recipe(name, workspace, tmp_path / "runs")
@@ -123,7 +123,6 @@ BYPASS = {
 }
 
 
-@sampled(4)
 @pytest.mark.parametrize(
     ("name", "algorithm", "more"),
     [

@@ -23,6 +23,7 @@ from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
+from tests.tiers import sampled
 
 PAIRS = 96
 
@@ -187,7 +188,7 @@ def test_a_process_reward_besides_a_rule_with_dynamic_sampling(workspace: Path, 
     assert frame["token_scores"].map(np.count_nonzero).max() > 1
 
 
-@pytest.mark.promise
+@sampled(3)
 @pytest.mark.parametrize(
     ("row", "says"),
     [

@@ -17,6 +17,7 @@ from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Child, Fault, Processes
+from tests.tiers import sampled
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"
 
@@ -219,7 +220,6 @@ def compute_score(solution_str, ground_truth, method="strict", extra_info=None, 
 """
 
 
-@pytest.mark.promise
 def test_functions_and_prompts_as_others_have_them(workspace: Path, processes: Processes) -> None:
     """By name, with structures, and without extra_info; a file alone, and prompts by their URL."""
     (processes.folder / "tiny_zero.py").write_text(TINY_ZERO)
@@ -388,7 +388,7 @@ def test_another_policy_begins_where_the_first_one_led(workspace: Path, processe
     assert once["weights"] == again["weights"]
 
 
-@pytest.mark.promise
+@sampled(4)
 @pytest.mark.parametrize(
     ("row", "says"),
     [

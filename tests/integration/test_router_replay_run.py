@@ -50,7 +50,6 @@ def in_bfloat16(**changes: Any) -> dict[str, Any]:
     return {"model__dtype": "bfloat16", **changes}
 
 
-@pytest.mark.promise
 def test_a_kill_between_generation_and_update_changes_no_bit(
     workspace: Path, processes: Processes, mixture: Path
 ) -> None:

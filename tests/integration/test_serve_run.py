@@ -19,7 +19,6 @@ from openai import OpenAI
 from ratchet.infra.runs.run import open_run
 from tests import tiny
 from tests.processes import Child, Fault, Processes
-from tests.tiers import sampled
 
 
 @pytest.fixture
@@ -38,7 +37,6 @@ def serving(processes: Processes, runs: Path, *faults: Fault) -> tuple[Child, Op
     return child, OpenAI(base_url=printed[1], api_key=printed[2], max_retries=0, timeout=600)
 
 
-@sampled(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_kill_loses_no_answer(when: str, runs: Path, workspace: Path, processes: Processes) -> None:
     child, client = serving(processes, runs, Fault("put", "^served/", when, count=6))

@@ -194,7 +194,6 @@ def test_the_code_in_a_card_runs(exported: Callable[..., Path]) -> None:
     assert cards.printed(folder).strip()
 
 
-@pytest.mark.promise
 @pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
 def test_what_people_are_given_has_the_mode_that_the_umask_says(shared: Run, tmp_path: Path, umask: int) -> None:
     folder = tmp_path / "given"
@@ -254,7 +253,6 @@ def test_damage_elsewhere_costs_an_export_only_its_card(shared: Run, processes: 
     assert "README.md" not in contents(tmp_path / "model")
 
 
-@pytest.mark.promise
 def test_a_push_uploads_what_an_export_writes(
     pushed: Push, hub: Hub, exported: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -345,7 +343,6 @@ def trajectories_of(server: Hub, name: str) -> dict[str, pd.DataFrame]:
     return {path: pd.read_parquet(io.BytesIO(files[path])) for path in sorted(files) if path.endswith(".parquet")}
 
 
-@pytest.mark.promise
 def test_trajectories_are_pushed_as_a_dataset(pushed: Push, hub: Hub, shared: Run, tmp_path: Path) -> None:
     done = pushed("shared", "me/rows", "--trajectories", HF_TOKEN=WRITES)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from ratchet.rlhf.metrics import BY_NAME, VALIDATION
 from tests.history import History
 from tests.processes import Processes
 from tests.stored import RUN, STORED
+from tests.tiers import sampled
 
 
 @pytest.fixture
@@ -43,7 +44,6 @@ def test_a_stored_run_is_read(stored: Path) -> None:
     assert {"timing_s/gen", "timing_s/ref", "actor/reward_kl_penalty_coeff"} <= names
 
 
-@pytest.mark.promise
 def test_a_stored_run_is_continued_without_computing_again(stored: Path, processes: Processes) -> None:
     """It was killed after its critic was updated: only the rest of the open iteration is computed."""
     run = open_run(f"file://{stored}")
@@ -66,7 +66,7 @@ def test_a_stored_run_is_continued_without_computing_again(stored: Path, process
     assert f"{RUN} is intact" in verified.text
 
 
-@pytest.mark.promise
+@sampled(3)
 @pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
 @pytest.mark.parametrize("command", ["status", "resume", "verify"])
 def test_a_run_of_another_schema_is_refused(stored: Path, processes: Processes, command: str, version: int) -> None:

@@ -121,7 +121,6 @@ def _task_states(url: str, flow_run: str, expected: set[tuple[str, str]]) -> set
     return states
 
 
-@pytest.mark.promise
 def test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs(ratchet: Ratchet) -> None:
     done(
         ratchet(
@@ -203,7 +202,6 @@ def test_a_changed_learning_rate_keeps_the_rollouts(ratchet: Ratchet) -> None:
     assert metrics["critic/lr"].tolist() == [1e-3, 1e-3]
 
 
-@pytest.mark.promise
 def test_a_changed_reward_keeps_the_generations_and_never_the_scores(ratchet: Ratchet) -> None:
     other: dict[str, Any] = {"reward__function": "tests.rewards:digits", "accept_changes": True}
     done(ratchet(Fault("put", "trajectories/score/iteration=000001/.*part-00000", "before")), -9)

@@ -291,17 +291,18 @@ def ask(url: str, **headers: str) -> tuple[int, str]:
 
 
 @pytest.mark.promise
-def test_only_the_page_is_answered(url: str, shown_runs: Path) -> None:
-    assert ask(f"{url}api/runs")[0] == 200
-    assert ask(f"{url}api/runs", Host="rebound.example")[0] == 400
-    assert ask(f"{url}api/runs", Sec_Fetch_Site="cross-site")[0] == 403
-    assert ask(url, Sec_Fetch_Site="cross-site")[0] == 200, "a link to the page may be anywhere"
-    (shown_runs.parent / "beside").mkdir(exist_ok=True)
-    for name in ("../beside", "..", ".", "", "ppo/../ppo", str(shown_runs / "ppo"), "ppo::file:///etc", "ppo/log"):
-        status, text = ask(f"{url}api/run?run={urllib.parse.quote(name)}")
-        assert status == 400 and "there is no run" in text, name
-    assert ask(f"{url}static/../server.py")[0] == 404
-    assert ask(f"{url}static/%2e%2e/server.py")[0] == 404
+def test_only_the_page_is_answered(ppo_runs: Path) -> None:
+    with served(f"file://{ppo_runs}") as url:
+        assert ask(f"{url}api/runs")[0] == 200
+        assert ask(f"{url}api/runs", Host="rebound.example")[0] == 400
+        assert ask(f"{url}api/runs", Sec_Fetch_Site="cross-site")[0] == 403
+        assert ask(url, Sec_Fetch_Site="cross-site")[0] == 200, "a link to the page may be anywhere"
+        (ppo_runs.parent / "beside").mkdir(exist_ok=True)
+        for name in ("../beside", "..", ".", "", "ppo/../ppo", str(ppo_runs / "ppo"), "ppo::file:///etc", "ppo/log"):
+            status, text = ask(f"{url}api/run?run={urllib.parse.quote(name)}")
+            assert status == 400 and "there is no run" in text, name
+        assert ask(f"{url}static/../server.py")[0] == 404
+        assert ask(f"{url}static/%2e%2e/server.py")[0] == 404
 
 
 def test_an_unchanged_run_is_not_sent_again(url: str) -> None:

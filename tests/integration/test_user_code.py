@@ -19,7 +19,6 @@ from ratchet.rlhf.named import load_object
 from ratchet.testing import check_stage
 from tests import tiny
 from tests.processes import Child, Fault, Processes
-from tests.tiers import sampled
 
 CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 STAGE = next(block for block in re.findall(r"```python\n(.*?)```", CONTRIBUTING, re.DOTALL) if "BUDGET = " in block)
@@ -139,7 +138,6 @@ def test_a_run_with_the_users_loss_advantage_stage_and_callback(
     assert check_stage(stage, run)["budget_used"].tolist() == first["budget_used"].tolist()
 
 
-@sampled(2)
 @pytest.mark.parametrize(
     ("file", "before", "after", "stage", "described"),
     [

@@ -15,7 +15,6 @@ from ratchet.rlhf.config import RunConfig
 from tests import tiny
 from tests.history import History
 from tests.processes import Fault, Processes
-from tests.tiers import sampled
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +105,6 @@ def test_vacuum_deletes_nothing_if_one_byte_of_the_log_is_not_as_it_was(ratchet:
     assert not open_run(f"file://{closed}").metrics().empty
 
 
-@sampled(3)
 @pytest.mark.parametrize("place", [1, -5, -2])
 def test_a_lost_record_stops_whoever_would_write_and_put_back_all_is_well(
     ratchet: Ratchet, run: Path, config: RunConfig, place: int

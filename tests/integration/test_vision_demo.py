@@ -26,7 +26,6 @@ def answers(run: Run, version: int = -1) -> pd.DataFrame:
     return validation[validation["iteration"] == numbers[version]]
 
 
-@pytest.mark.promise
 def test_pictures_are_learned_from(ratchet: Ratchet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Two iterations of the demo, from its data to its held-out answers."""
     monkeypatch.chdir(tmp_path)

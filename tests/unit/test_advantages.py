@@ -42,6 +42,7 @@ from ratchet.rlhf.algorithms.distillation import Distillation
 from ratchet.rlhf.algorithms.groups import Groups
 from ratchet.rlhf.errors import UserError
 from tests.padded import GARBAGE, Batch, batches, members, padded, properties, rows, spoiled
+from tests.tiers import sampled
 
 
 def tensor(*values: object) -> Tensor:
@@ -440,6 +441,7 @@ def estimate(kind: type[Algorithm], batch: Batch, **changes: object) -> Tensor:
     return torch.stack(estimator(batch["token_rewards"], batch["mask"], **needs))  # type: ignore[operator]
 
 
+@sampled(4)
 @estimators
 @properties
 @given(batches(), st.sampled_from(GARBAGE), st.integers(0, 3))
@@ -452,6 +454,7 @@ def test_masked_positions_never_matter(kind: type[Algorithm], batch: Batch, garb
     torch.testing.assert_close(estimate(kind, padded(batch, wider)), expected, rtol=1e-9, atol=1e-9)
 
 
+@sampled(4)
 @estimators
 @properties
 @given(batches(), st.randoms(use_true_random=False))
@@ -462,6 +465,7 @@ def test_permuting_the_batch_permutes_the_result(kind: type[Algorithm], batch: B
     torch.testing.assert_close(permuted, found[:, order], rtol=1e-9, atol=1e-9)
 
 
+@sampled(4)
 @pytest.mark.parametrize("kind", [kind for kind in members(Advantage) if kind is not GPG])
 @properties
 @given(batches(), st.floats(-5, 5))
@@ -511,6 +515,7 @@ def scored(scores: list[float], group_ids: list[int], dtype: torch.dtype) -> Bat
     }
 
 
+@sampled(4)
 @comparing
 @properties
 @given(dtypes, st.lists(st.tuples(st.integers(1, 70), st.floats(-1e4, 1e4)), min_size=1, max_size=4), st.booleans())
@@ -539,6 +544,7 @@ def test_scores_that_differ_in_their_last_bit_are_compared(dtype: torch.dtype, s
     )
 
 
+@sampled(4)
 @estimators
 @given(batches(scale=1e30))
 @properties

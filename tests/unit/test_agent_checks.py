@@ -10,6 +10,7 @@ import pytest
 from ratchet.rlhf.environments.dialogues import Result
 from ratchet.rlhf.errors import UserError
 from ratchet.testing import check_agent
+from tests.tiers import sampled
 
 BEFORE = """
 import threading
@@ -85,6 +86,7 @@ def test_threads_tools_and_async_programs(folder: Path) -> None:
     assert check_agent(name, TASKS) == [Result(3.0, {})] * 2
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("body", "says"),
     [

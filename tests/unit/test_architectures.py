@@ -21,6 +21,7 @@ from ratchet.rlhf.models.loading import load_actor, load_critic, save
 from ratchet.rlhf.models.model_folders import check_weights
 from ratchet.rlhf.models.token_outputs import Head
 from ratchet.rlhf.train.torch_engine import TorchEngine
+from tests.tiers import sampled
 
 SMALL: dict[str, dict[str, Any]] = {
     "biogpt": {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "layerdrop": 0.5},
@@ -94,6 +95,7 @@ def test_a_fit_of_what_transformers_has_no_class_for_is_refused(tmp_path: Path) 
         )
 
 
+@pytest.mark.slow
 def test_transformers_loads_such_a_critic_after_a_line(tmp_path: Path) -> None:
     """As its model card says."""
     projecting = folder(tmp_path / "policy", "opt", word_embed_proj_dim=8)  # of its last hidden states
@@ -115,6 +117,7 @@ def inferred(engine: TorchEngine) -> np.ndarray:
     return np.concatenate(engine.infer(BATCH, [name], temperature=1.0, micro_batch_tokens=64)[name].to_pylist())
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("kind", "head"),
     [(kind, "policy") for kind in SMALL]

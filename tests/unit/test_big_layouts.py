@@ -13,6 +13,7 @@ from ratchet.rlhf.models.skeleton import without_memory
 from ratchet.rlhf.train.fsdp_engine import FSDPEngine
 from tests.ranks import in_another_process, only_rank
 from tests.sizes import config_of
+from tests.tiers import sampled
 
 LAYERS = 2
 """All layers are alike, so two say what eighty would."""
@@ -91,6 +92,7 @@ def test_groups_of_ranks_each_hold_all_of_it(name: str) -> None:
         assert held == {key: (shape[0] // 8, *shape[1:]) for key, shape in whole.items()}
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("count", "team", "shard_size"), [(8, 8, 8), (64, 8, 64), (64, 2, 64), (64, 8, 16)])
 def test_teams_cut_each_matrix(name: str, count: int, team: int, shard_size: int) -> None:
@@ -108,6 +110,7 @@ def test_teams_cut_each_matrix(name: str, count: int, team: int, shard_size: int
     assert elements(held, name) <= elements(whole, name) // shard_size + of_embeddings + 10**6
 
 
+@sampled(3)
 @pytest.mark.parametrize("team", [1, 2, 8])
 def test_all_ranks_together_hold_each_element_once(team: int) -> None:
     ranges: dict[str, list[tuple[int, int]]] = {}

@@ -24,6 +24,7 @@ from ratchet.rlhf.rollout.canary import (
     tolerance,
 )
 from ratchet.rlhf.rollout.engine import Scored
+from tests.tiers import sampled
 
 TOKENS_IN_ALL = TEXTS * (TOKENS - 1)
 SYNCS = 1000
@@ -61,6 +62,7 @@ def finding_of(values: tuple[Values, Values, Values, Values], limit: float) -> F
     return check(Canary(((),), (now,), Before((before,), {"": (engine_before,)})), "", [Scored(engine)], limit)
 
 
+@sampled(4)
 @pytest.mark.parametrize("lean", [0.0, 3.0])
 @pytest.mark.parametrize("noise", [1e-7, 1e-3])
 @pytest.mark.parametrize("update", [0.0, 0.3, 1.0, 30.0])

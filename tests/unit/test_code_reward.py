@@ -23,6 +23,7 @@ from ratchet.rlhf.rewards.registry import check_rewards
 from tests.crash.test_two_drivers import wait_until
 from tests.extras import needs
 from tests.scoring import pool_of, trajectory
+from tests.tiers import sampled
 from tests.unit.test_reward_pool import has_ended
 
 SUM = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7"]})
@@ -121,6 +122,7 @@ def test_endless_fences_take_no_time() -> None:
     assert [isinstance(one, Score) and one.score for one in found] == [0.0] * len(texts), "in time, too"
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "program",
     [

@@ -246,6 +246,7 @@ def test_a_data_section_that_is_missing_names_its_key(file: Path) -> None:
     assert load_config(file, [f"{line.split()[0]}=somewhere" for line in said]).model.path == "somewhere"
 
 
+@pytest.mark.slow
 def test_every_combination_that_is_refused_is_tried_alone(file: Path) -> None:
     """So that each is known to give one line: `WRONG` reaches every `yield` of the combinations."""
     path = Path(incompatibilities.__file__)

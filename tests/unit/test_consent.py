@@ -31,7 +31,6 @@ from ratchet.rlhf.named import load_named
 from tests import tiny
 from tests.integration.test_cli import Ratchet
 from tests.stored import STORED
-from tests.tiers import sampled
 
 RUN, CANARIES = "run", "canaries"
 CODE = {
@@ -147,7 +146,7 @@ def test_every_command_is_tried() -> None:
     assert trusting == {*RUNS, "bisect", "export", "push"}
 
 
-@sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("talks", TALKS)
 def test_no_command_runs_code_of_a_copied_run(
     ratchet: Callable[..., tuple[int, str]], tmp_path: Path, talks: str

@@ -20,6 +20,7 @@ from ratchet.rlhf.models.tokenizers import load_tokenizer
 from ratchet.rlhf.rewards import auto
 from ratchet.rlhf.validation import final_answer, means, sums
 from tests import tiny
+from tests.tiers import sampled
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"
 
@@ -179,6 +180,7 @@ def test_metrics_of_several_answers_by_hand() -> None:
     assert found["b"] == {"mean_score": 0.5, "pass@1": 0.0}, "one prompt has no standard error"
 
 
+@sampled(3)
 @pytest.mark.parametrize(("prompts", "skill", "covered"), [(64, 0.5, 0.945), (64, 0.9, 0.93), (64, 0.97, 0.87)])
 def test_two_standard_errors_around_a_mean_hold_the_rate_of_the_policy(
     prompts: int, skill: float, covered: float

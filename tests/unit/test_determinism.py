@@ -16,6 +16,7 @@ NOW = {"version": 1}
 DETERMINISTIC = {**NOW, "deterministic": True}
 
 
+@pytest.mark.slow
 def test_a_worker_sets_it_before_cuda_starts() -> None:
     """In a process of its own, since it holds for the whole process."""
     script = """

@@ -544,6 +544,7 @@ def test_slow_clients_keep_nobody_waiting(play: Play) -> None:
         assert dialogue.error is None and len(dialogue.branches) >= 3
 
 
+@pytest.mark.slow
 def test_many_trajectories_at_once(play: Play, kept: Kept) -> None:
     """Nothing is lost or mixed up: each trajectory has exactly the answers that its program heard."""
     heard: dict[str, list[str]] = {}

@@ -523,6 +523,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[StillLoop]:
     still.loop.close()
 
 
+@pytest.mark.slow
 def test_any_history_gives_whole_trajectories(loop: StillLoop) -> None:
     many = settings(HISTORIES, max_examples=200, stateful_step_count=50)
     run_state_machine_as_test(lambda: Streaming(loop), settings=many)

@@ -23,6 +23,7 @@ from ratchet.rlhf.rewards.registry import check_rewards, reward_digest
 from ratchet.rlhf.rewards.reward_processes import AnswerStore, RewardPool, try_rewards
 from tests.judge_server import JudgeServer, judge_server
 from tests.scoring import pool_of, trajectory, written
+from tests.tiers import sampled
 
 TEXTS = ["abcz", "zzzz", "abzz", "abcd"]
 SHARES = [0.75, 0.0, 0.5, 1.0]
@@ -58,6 +59,7 @@ def values(outcomes: list[Score | RatchetError]) -> list[float]:
     return [outcome.score for outcome in outcomes if isinstance(outcome, Score)]
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("mode", "expected", "questions"),
     [("rubric", SHARES, 4), ("ranking", SHARES, 1), ("pairwise", [2 / 3, 0.0, 1 / 3, 1.0], 12)],
@@ -130,6 +132,7 @@ def test_a_server_that_hangs_is_asked_again(server: JudgeServer) -> None:
     assert values(scored(judge(server, timeout_s=1.0), group("abcz"))) == [0.75]
 
 
+@sampled(2)
 @pytest.mark.parametrize("answer", ['<think>{"score": 0}</think>\n{"score": 0.25}', '```json\n{"score": 0.25}\n```'])
 def test_answers_of_servers_without_json_mode(server: JudgeServer, answer: str) -> None:
     server.faults = deque([answer])
@@ -159,6 +162,7 @@ def test_what_has_no_usable_answer_is_an_error_of_its_row(server: JudgeServer) -
     assert all("there is no list of scores" in str(outcome) for outcome in found), "there is one answer for all"
 
 
+@sampled(5)
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
@@ -176,6 +180,7 @@ def test_a_ranking_is_whole_or_none(server: JudgeServer, answer: str, says: str)
             raise outcome  # type: ignore[misc]
 
 
+@sampled(2)
 @pytest.mark.parametrize("mode", ["rubric", "pairwise"])
 def test_the_number_of_questions_at_a_time_is_bounded(server: JudgeServer, mode: str) -> None:
     """Requests go on only when three are there; more than three are never there."""
@@ -205,6 +210,7 @@ def test_a_store_that_fails_is_no_failure_of_the_reward(server: JudgeServer) -> 
         scored(judge(server, Broken()), group("ab"))
 
 
+@pytest.mark.slow
 def test_answers_are_kept_and_found_again(server: JudgeServer, tmp_path: Path) -> None:
     """By a pool that comes later; another rubric, model or mode is another question, another address is not."""
     answers = JudgeAnswers(ObjectStore(f"file://{tmp_path}/run"))
@@ -219,6 +225,7 @@ def test_answers_are_kept_and_found_again(server: JudgeServer, tmp_path: Path) -
             assert moved.requests > before, change
 
 
+@sampled(2)
 @pytest.mark.parametrize("kind", ["local", "s3"])
 def test_the_first_answer_to_a_question_counts(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     url = f"file://{tmp_path}" if kind == "local" else request.getfixturevalue("s3")
@@ -260,6 +267,7 @@ def test_a_server_that_is_not_there(server: JudgeServer) -> None:
     assert "reward.judge: http://127.0.0.1:9/v1/chat/completions cannot be reached: ConnectError" in str(error)
 
 
+@sampled(3)
 @pytest.mark.parametrize("mode", ["rubric", "pairwise", "ranking"])
 def test_a_judge_is_tried_before_a_run_starts(server: JudgeServer, mode: str, tmp_path: Path) -> None:
     row = {"data_source": "s", "prompt": "Which?", "reward_model": {"ground_truth": "ab"}}

@@ -139,6 +139,7 @@ def test_the_default_kl_in_the_reward_leads_to_the_policy_that_the_penalty_asks_
     assert value_and_kl(learned(KLPenalty(in_reward=BETA).reward_estimator, None)) == pytest.approx(best(), abs=1e-3)
 
 
+@sampled(3)
 @pytest.mark.parametrize("estimator", ["abs", "k2", "k3"])
 def test_other_estimators_in_the_reward_lead_elsewhere_and_are_refused(estimator: Estimator) -> None:
     assert value_and_kl(learned(estimator, None)) != pytest.approx(best(), abs=0.05)

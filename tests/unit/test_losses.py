@@ -362,7 +362,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@sampled(8)
+@sampled(24)
 @objectives
 @settings(properties, max_examples=15)  # of each loss in a dozen objectives
 @given(batches(), st.sampled_from(GARBAGE), st.integers(0, 3))
@@ -376,7 +376,7 @@ def test_masked_positions_never_matter(objective: Objective, batch: Batch, garba
     assert_same(compute(objective, selected_by(objective, padded(batch, wider)), normalizers), wide)
 
 
-@sampled(8)
+@sampled(24)
 @objectives
 @settings(properties, max_examples=15)
 @given(batches(), st.data())

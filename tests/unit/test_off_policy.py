@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ratchet.tasks.analysis.off_policy import ENOUGH, Estimate, estimated, together
+from tests.tiers import sampled
 
 REPEATS = 600
 Sample = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.str_]]
@@ -39,6 +40,7 @@ def simulated(prompts: int, n: int, effect: float, noise: float) -> tuple[list[E
     return [estimated(*sample(rng, prompts, n, effect, noise)) for _ in range(REPEATS)], truth
 
 
+@sampled(4)
 @pytest.mark.parametrize("noise", [0.1, 0.4, 0.8])
 @pytest.mark.parametrize("effect", [0.0, 0.2, 0.6])
 @pytest.mark.parametrize(("prompts", "n"), [(16, 8), (64, 8), (256, 4), (256, 1)])

@@ -9,6 +9,7 @@ import pytest
 
 from ratchet.flows.commands.tables import confidence
 from ratchet.tasks.analysis.onset import SHARE, Onset, Rescored, interval, search
+from tests.tiers import sampled
 
 
 def steps(gaps: dict[int, float], error: float = 0.01) -> list[Rescored]:
@@ -86,6 +87,7 @@ def searched(case: Case, trials: int) -> tuple[list[int], list[Onset]]:
     return truths, found
 
 
+@sampled(5)
 @pytest.mark.parametrize(
     "case",
     [

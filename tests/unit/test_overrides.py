@@ -16,6 +16,7 @@ from ratchet.flows.rescore import rescore
 from ratchet.flows.train import train
 from ratchet.rlhf.config import RunConfig, keys
 from tests import tiny
+from tests.tiers import sampled
 
 FLOWS: list[Any] = [train, evaluate, rescore]
 
@@ -41,6 +42,7 @@ def test_all_that_a_run_takes_is_taken(tmp_path: Path) -> None:
     check(train, *(f"{name}=1" for name in names), *others, *within)
 
 
+@sampled(4)
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)
 @pytest.mark.parametrize("override", ["actor.lrr=1", "actr.lr=1", "actor.lr", "actor.lr.peak=1", "lr=1", "=1", ""])
 def test_a_misspelt_override_is_refused_by_its_name(flow: Any, override: str) -> None:

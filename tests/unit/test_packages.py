@@ -34,6 +34,14 @@ def test_the_public_names_are_imported_when_they_are_used() -> None:
 import sys, ratchet
 ratchet.open_run, ratchet.RunConfig, ratchet.query
 assert not {"torch", "prefect", "transformers"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_all_public_names_are_imported() -> None:
+    code = """
+import ratchet
 for name in ratchet.__all__:
     assert getattr(ratchet, name).__name__ == name
 """

@@ -82,6 +82,7 @@ def check(*options: str) -> None:
         assert line in DOCS, "run benchmarks/paper.py, and copy what it prints to docs/benchmarks.md"
 
 
+@pytest.mark.slow
 @compiles
 def test_the_docs_have_what_the_command_prints() -> None:
     check("--only", "1.2 B on 1")

@@ -43,6 +43,7 @@ def shown(png: bytes, palette: dict[str, tuple[int, int, int]]) -> tuple[str, st
     return str(squares), missing
 
 
+@pytest.mark.slow
 def test_answers_are_what_the_pixels_show(pictures: dict[str, Any]) -> None:
     drawn = list(islice(pictures["pictures"](0), 200))
     assert [picture.answers for picture in drawn] == [shown(picture.png, pictures["COLOURS"]) for picture in drawn]

@@ -24,6 +24,7 @@ from ratchet.rlhf.stage_config import StageConfig, key, section
 from ratchet.tasks.pipeline import STAGES, dependencies, names_of, update_of
 from ratchet.tasks.stage import RowsStage
 from ratchet.tasks.stages.update_actor import UPDATE_ACTOR
+from tests.tiers import sampled
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("**/*.yaml"))
 MINIMAL: dict[str, Any] = {"model": {"path": "somewhere"}, "data": {"train": ["prompts.parquet"]}}
@@ -80,6 +81,7 @@ def without_operational(value: Any) -> Any:
     return {name: without_operational(getattr(value, name)) for name in names}
 
 
+@sampled(4)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_differences_tell_configs_apart(path: Path) -> None:
     """Two configs differ in a line if, and only if, they are not the same, operational keys aside."""

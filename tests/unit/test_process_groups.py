@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d
 from ratchet.rlhf.models.sequence_parallel import Team
 from tests import megatron_on_cpu
 from tests.ranks import in_another_process, only_rank
+from tests.tiers import sampled
 from tests.unit.test_big_layouts import sharded
 
 
@@ -47,6 +48,7 @@ def sizes_of_groups(rank: int, count: int, create: Callable[..., None], options:
     return sizes
 
 
+@sampled(4)
 @pytest.mark.parametrize("count", [8, 64, 512])
 @pytest.mark.parametrize(
     ("create", "options", "expected"),

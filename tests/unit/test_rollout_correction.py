@@ -22,6 +22,7 @@ from ratchet.rlhf.algorithms.rollout_correction import (
 )
 from ratchet.rlhf.metrics import Statistic
 from tests.padded import GARBAGE, Batch, batches, padded, properties, rows, spoiled
+from tests.tiers import sampled
 
 
 def tensor(*values: object) -> Tensor:
@@ -147,6 +148,7 @@ CORRECTIONS = [
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @properties
 @given(batches(), st.sampled_from(GARBAGE), st.integers(0, 3), st.randoms(use_true_random=False))

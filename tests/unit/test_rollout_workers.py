@@ -50,11 +50,12 @@ def hour(work: Work, workers: int, seconds: float, killed_every: float | None) -
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "workers", "seconds"),
     [
         (Work(replicas=1, prompts=256, prompts_per_shard=8), 4, 600.0),
-        pytest.param(Work(replicas=1, prompts=1024), 8, 3600.0, marks=pytest.mark.slow),
+        (Work(replicas=1, prompts=1024), 8, 3600.0),
     ],
     ids=["ten minutes", "an hour"],
 )

@@ -176,6 +176,7 @@ def small(config: Any, teams_of: int = 1) -> PreTrainedModel:
     return truncated(model, attention="sdpa", teams_of=teams_of)
 
 
+@pytest.mark.slow
 def test_a_large_model_is_tried_on_a_small_one() -> None:
     """70 B parameters: heads of the same size, fewer of them, in the same groups or single ones."""
     llama = LlamaConfig(

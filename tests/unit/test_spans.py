@@ -73,6 +73,7 @@ def test_model_calls_and_tool_calls_are_spans_of_their_trajectory(received: Rece
     assert SECRET not in said(received) and SECRET.upper() not in said(received)
 
 
+@pytest.mark.slow
 def test_the_standard_variable_adds_what_was_said() -> None:
     with receiving() as receiver:
         play("tools", OTEL_EXPORTER_OTLP_ENDPOINT=receiver.url, **{CONTENT: "true"})

@@ -26,6 +26,7 @@ from ratchet.infra.runs.statements import SQLLimits, StatementFailed, Statements
 from ratchet.rlhf.errors import UserError
 from tests.browser import served
 from tests.stored import STORED
+from tests.tiers import sampled
 
 STORE = f"file://{STORED}"
 """A folder with a run of 16 trajectories."""
@@ -60,6 +61,7 @@ def ask(url: str, path: str, **parameters: str) -> tuple[int, Any, str | None]:
         return error.code, json.load(error), error.headers["Retry-After"]
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("condition", "limits", "said"),
     [

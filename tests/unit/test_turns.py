@@ -24,6 +24,7 @@ from ratchet.rlhf.rollout.vllm_engine import without_expandable_segments
 from ratchet.rlhf.rollout.vllm_process import VLLM
 from ratchet.rlhf.train import model_engine
 from tests import tiny
+from tests.tiers import sampled
 
 FIRST, SECOND = Weights(version=0, digest="first"), Weights(version=1, digest="second")
 TOLD: list[tuple[Any, ...]] = []
@@ -69,6 +70,7 @@ def told() -> list[tuple[Any, ...]]:
     return messages
 
 
+@pytest.mark.slow
 def test_weights_that_are_replaced_anyway_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM sleeps without its weights, gets memory for the new ones alone, and the cache's only when it generates: the
     actor has left the device by then."""
@@ -91,6 +93,7 @@ def test_weights_that_are_replaced_anyway_are_not_kept(tmp_path: Path, monkeypat
     assert told() == [("wake", ["kv_cache"])]
 
 
+@sampled(2)
 @pytest.mark.parametrize("changes", [{"model__lora": {"r": 2}}, {"train__updates": False}], ids=["lora", "no updates"])
 def test_weights_that_are_needed_again_are_kept(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +108,7 @@ def test_weights_that_are_needed_again_are_kept(
     assert told() == [("wake", ["weights", "kv_cache"])]
 
 
+@pytest.mark.slow
 def test_moments_do_not_move_when_weights_are_copied_or_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = worker(tmp_path, monkeypatch)
     actor = built.engines.state_of("actor")
@@ -125,6 +129,7 @@ def test_moments_do_not_move_when_weights_are_copied_or_saved(tmp_path: Path, mo
     assert not any(optimizer for _, optimizer in placed)
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_at_each_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose calls are recorded: its driver gets the memory once nothing uses it."""
     calls: list[str] = []

@@ -17,6 +17,7 @@ from ratchet.rlhf.config.user_algorithms import UserAdvantage, UserLoss, loaded
 from ratchet.rlhf.errors import UserError
 from ratchet.testing import check_advantage, check_environment, check_loss
 from tests.padded import members
+from tests.tiers import sampled
 
 CODE = """
 from typing import ClassVar
@@ -158,11 +159,13 @@ def test_an_exception_names_the_line(code: Path) -> None:
         chosen.check()
 
 
+@sampled(4)
 @pytest.mark.parametrize("kind", members(PolicyLoss))
 def test_built_in_losses_pass(kind: Any) -> None:
     check_loss(kind())
 
 
+@sampled(4)
 @pytest.mark.parametrize("kind", members(Advantage))
 def test_built_in_estimators_pass(kind: Any) -> None:
     check_advantage(kind(**({"parts": ("part",)} if "parts" in kind.model_fields else {})))

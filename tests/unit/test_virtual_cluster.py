@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratchet.infra.store.manifest import Manifest
+from tests.tiers import sampled
 from tests.virtual.cluster import Cluster, Iteration, Speeds, Work
 from tests.virtual.time import NothingHappens, VirtualTime
 
@@ -30,6 +31,7 @@ def digests(manifest: Manifest) -> list[str]:
     return [shard.sha256 for shard in manifest.shards]
 
 
+@sampled(4)
 @pytest.mark.parametrize(
     ("work", "busy"),
     [
@@ -106,6 +108,7 @@ def lost_every(seconds: float, work: Work, iterations: int) -> tuple[float, int,
         return cut.time.now - took, cut.losses, done
 
 
+@pytest.mark.slow
 def test_each_of_several_losses_costs_as_much_as_one() -> None:
     work = Work(replicas=8, prompts=256, journal_s=10.0)
     cost, losses, done = lost_every(300.0, work, iterations=6)
