@@ -61,3 +61,15 @@ pay.repeatable = False  # type: ignore[attr-defined]
 def untyped(text) -> str:  # type: ignore[no-untyped-def]
     """No types."""
     return str(text)
+
+
+def photograph(city: str) -> object:
+    """
+    A photograph of a city.
+
+    Args:
+        city: where
+    """
+    from PIL import Image
+
+    return Image.new("RGB", (60, 80), "red")

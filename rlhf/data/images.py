@@ -77,6 +77,12 @@ def of_data_url(url: str) -> bytes:
     return data
 
 
+def is_picture(value: object) -> bool:
+    """Returns True if a value is a PIL image."""
+    pil = sys.modules.get("PIL.Image")
+    return pil is not None and isinstance(value, pil.Image)
+
+
 def data_url(data: bytes) -> str:
     """Returns the `data:` URL of an encoded image."""
     from PIL import Image
@@ -111,7 +117,7 @@ def _found(value: object, where: str) -> bytes | str:
         return _decoded(text, where)
     if isinstance(value, bytes | str) and value:
         return value
-    if (pil := sys.modules.get("PIL.Image")) is not None and isinstance(value, pil.Image):
+    if is_picture(value):
         return _encoded(value)
     what = in_one_line(repr(value)) if value else "empty"
     raise ImageError(f"{where} is {what:.40}: write {FORMS}")

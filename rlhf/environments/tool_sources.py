@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ratchet.rlhf.data.formats import IMAGE_PARTS
+from ratchet.rlhf.data.images import is_picture
 from ratchet.rlhf.errors import UserError, raised
 from ratchet.rlhf.named import load_named, source_of
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from mcp.types import Tool as ListedTool
 
 T = TypeVar("T")
+Answer = str | list[dict[str, Any]]
+"""What the policy reads: a text, or OpenAI's content parts."""
 FUNCTIONS_KEY, MCP_KEY = "rollout.tools", "rollout.mcp"
 KEY_ARGUMENT, MCP_META = "idempotency_key", "ratchet/idempotency-key"
 """Where functions and MCP servers find the key of a call."""
@@ -54,8 +58,8 @@ class Tool(ABC):
     """False if a call whose result a crash has lost must not be made again."""
 
     @abstractmethod
-    async def call(self, arguments: Mapping[str, Any], key: str) -> str:
-        """Calls the tool with JSON values by name; returns its result: text as it is, anything else as JSON.
+    async def call(self, arguments: Mapping[str, Any], key: str) -> Answer:
+        """Calls the tool with JSON values by name; returns its result: texts and images as they are, others as JSON.
 
         Args:
             key: names the call; one that is made again after a crash has the same key.
@@ -97,7 +101,7 @@ class FunctionTool(Tool):
             del parameters["properties"][KEY_ARGUMENT]
             parameters["required"] = [name for name in parameters.get("required", ()) if name != KEY_ARGUMENT]
 
-    async def call(self, arguments: Mapping[str, Any], key: str) -> str:
+    async def call(self, arguments: Mapping[str, Any], key: str) -> Answer:
         """Calls it, in a thread if it is not `async`; see `Tool.call`."""
         try:
             if self._takes_key and KEY_ARGUMENT in arguments:
@@ -112,6 +116,12 @@ class FunctionTool(Tool):
                 result = await asyncio.to_thread(self._function, *bound.args, **bound.kwargs)
         except Exception as error:
             raise ToolFailed(f"{self.name} raised {raised(error)}") from None
+        if is_picture(result):
+            return [{"type": "image", "image": result}]
+        if isinstance(result, list) and any(
+            isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in result
+        ):
+            return result
         try:
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError) as error:

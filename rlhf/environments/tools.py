@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ratchet.rlhf import spans
-from ratchet.rlhf.data.formats import Message, Messages
+from ratchet.rlhf.data.formats import Messages
+from ratchet.rlhf.data.images import MARK
 from ratchet.rlhf.environments.environment import Observation
-from ratchet.rlhf.environments.tool_sources import CallFailed, Tool, ToolFailed, tools_of
+from ratchet.rlhf.environments.tool_sources import Answer, CallFailed, Tool, ToolFailed, tools_of
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -87,14 +88,14 @@ class Environment:
         if not calls:
             return Observation(None)
         errors: list[str] = []
-        results: list[Message] = [
+        results: list[dict[str, object]] = [
             {"role": "tool", "name": call.name, "content": await self._result(call, f"{key}/{number}", errors.append)}
             for number, call in enumerate(calls)
         ]
         return Observation(results, error=errors[0] if errors else None)
 
-    async def _result(self, call: ToolCall, key: str, failed: Callable[[str], None]) -> str:
-        """Returns the text that the policy reads; `failed` is called with the error of a tool that failed."""
+    async def _result(self, call: ToolCall, key: str, failed: Callable[[str], None]) -> Answer:
+        """Returns what the policy reads; `failed` is called with the error of a tool that failed."""
         tool: Tool | None = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}"
@@ -106,8 +107,15 @@ class Environment:
                 if isinstance(error, ToolFailed):
                     failed(str(error)[:LONGEST_ERROR])
                 return f"error: {str(error)[:LONGEST_ERROR]}"
-            span.set(lambda: {"gen_ai.tool.call.result": result} if spans.has_content() else {})
+            span.set(lambda: {"gen_ai.tool.call.result": _told(result)} if spans.has_content() else {})
             return result
+
+
+def _told(result: Answer) -> str:
+    """Returns the text of a result, without its images."""
+    if isinstance(result, str):
+        return result
+    return "".join(str(part["text"]) if part.get("type") == "text" else MARK for part in result)
 
 
 def _asked(call: ToolCall, key: str) -> spans.Attributes:

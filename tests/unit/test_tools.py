@@ -130,13 +130,22 @@ def test_a_dialogue_has_the_tokens_of_the_whole_conversation(folder: Path, famil
     before = tokenizer.apply_chat_template(called, return_dict=False)
     turn = before[len(prompt) : len(before) - before[::-1].index(tokenizer.eos_token_id)]
     observation = answer(Environment(FUNCTIONS), tokenizer.decode(turn))
-    assert isinstance(observation.content, Chat)
-    messages = observation.content.messages
+    messages: Any = observation.content
     assert json.loads(messages[0]["content"]) == [{"day": 0, "city": "Bern", "sun": True}]
-    added = content_ids(observation.content, turn[-1], tokenizer)
+    added = content_ids(Chat(messages), turn[-1], tokenizer)
     results = [{**message, "tool_call_id": "000000000"} for message in messages]
     whole = tokenizer.apply_chat_template([*called, *results], add_generation_prompt=True, return_dict=False)
     assert [*prompt, *turn, *added] == whole
+
+
+def test_a_tool_returns_a_picture() -> None:
+    call = {"name": "photograph", "arguments": {"city": "Bern"}}
+    observation = answer(Environment(["tests.tool_functions:photograph"]), f"<tool_call>{json.dumps(call)}</tool_call>")
+    messages: Any = observation.content
+    [message] = messages
+    assert message["role"] == "tool"
+    [part] = message["content"]
+    assert (part["type"], part["image"].getpixel((1, 1))) == ("image", (255, 0, 0))
 
 
 def test_a_template_that_drops_reasoning_is_told_apart(folder: Path) -> None:
