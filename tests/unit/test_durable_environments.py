@@ -13,13 +13,14 @@ from transformers import AutoTokenizer
 
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.run_store import RunStore
-from ratchet.infra.workers.call_log import TURNS, TurnLog, turns_of
+from ratchet.infra.workers.call_log import JOURNAL, TURNS, TurnLog, turns_of
 from ratchet.infra.workers.worker import Worker
 from ratchet.rlhf.agents.agent_loop import Rules
 from ratchet.rlhf.environments.dialogues import Dialogue, joined
 from ratchet.rlhf.environments.environment import EnvironmentFailed, Observation, check_environment
 from ratchet.rlhf.environments.guarded_calls import EnvironmentCalls
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rollout.engine import Chunk
 from ratchet.testing import check_environment as check_played
 from tests import tiny
 from tests.environments import Ledger, check_books, entries
@@ -128,6 +129,31 @@ def test_rows_that_follow_no_others_are_left_out() -> None:
     dialogue.restart()
     dialogue.ids = [7]
     assert joined([*rows, dialogue.new_row()])["ids"] == [7], "the last attempt counts"
+
+
+def test_rows_keep_the_images_of_answers() -> None:
+    [dialogue] = dialogues_for("?")
+    rows, answers = list[dict[str, Any]](), [(b"one", b"two"), (), (b"one",)]
+    for images in answers:
+        dialogue.turn_starts.append(len(dialogue.ids))
+        dialogue.wrote(Chunk((1, 2), (-0.5, -0.5), "stop"), version=0)
+        rows.append(dialogue.new_row())
+        dialogue.answered_by(0.0)
+        dialogue.heard([7, 8], images)
+        rows.append(dialogue.new_row())
+    assert dialogue.next_request(SAMPLING).images == (b"one", b"two", b"one")
+    kept = pa.Table.from_pylist(rows, TURNS).to_pylist()
+    for count in range(2, 7):
+        restored = Dialogue(dialogue.request)
+        restored.restore(turns_of(reversed(kept[:count]))[dialogue.request.trajectory_id])
+        seen = [image for images in answers[: count // 2] for image in images]
+        assert (restored.images, sum(restored.turn_images)) == (seen, len(seen))
+    assert restored.turn_images == [2, 0, 1]
+    restored.restart()
+    assert (restored.images, restored.turn_images) == ([], [])
+    again = Dialogue(dialogue.request)
+    again.restore(pa.Table.from_pylist([dialogue.journaled()], JOURNAL).to_pylist()[0])
+    assert (again.images, again.turn_images, again.ids) == (dialogue.images, [2, 0, 1], dialogue.ids)
 
 
 def test_each_attempt_has_its_own_keys(tokenizer: Any, tmp_path: Path) -> None:
