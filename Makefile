@@ -107,13 +107,14 @@ test: $(VENV)/installed ## the tests, without the slow ones: about ten minutes o
 # what depends most on torch, transformers, PEFT, DeepSpeed, Prefect and Ray
 VERSIONS ?= oldest
 OTHERS = tests/contract/test_train_engines.py tests/contract/test_lora.py \
-	tests/integration/test_deploy.py tests/integration/test_packaging.py tests/unit/test_hub_layout.py \
+	tests/unit/test_hub_layout.py \
 	$(if $(filter newest,$(VERSIONS)),tests/contract/test_vision.py)
-RUNS = test_ppo test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs
+RUNS = test_train.py::test_ppo test_train.py::test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs \
+	test_deploy.py::test_each_start_can_be_a_run_of_its_own
 test-versions: ## some of them with the oldest versions that pyproject.toml takes; VERSIONS=newest: with the newest
 	$(MAKE) build/$(VERSIONS)/installed VENV=build/$(VERSIONS) CONSTRAINTS=tests/versions/$(VERSIONS).txt
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) -m "not slow" $(OTHERS)
-	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) $(RUNS:%=tests/integration/test_train.py::%)
+	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) $(RUNS:%=tests/integration/%)
 
 test-slow: .venv/installed ## the others, as far as what they need is installed: `make vllm browser ceph kubernetes buildah bubblewrap openenv harness verl slurm site-environment`
 	$(PYTEST) -m slow $(TESTS)
