@@ -118,6 +118,17 @@ def decoded(data: bytes, where: str) -> Image:
             raise _broken(where, error) from None
 
 
+def as_decoded(data: bytes, where: str) -> bytes:
+    """Encodes an image as a PNG that everybody decodes as `decoded` does. Raises ImageError as it does.
+
+    Others blend transparent pixels with white, or turn a photograph as its metadata asks.
+    """
+    with _opened(data, where) as image:
+        if image.format == "PNG" and image.mode == "RGB" and not image.info and not image.getexif():
+            return data
+    return _encoded(decoded(data, where))
+
+
 def _opened(data: bytes, where: str) -> Image:
     """Opens an image, whose pixels are not decoded yet."""
     from PIL import Image

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ratchet.rlhf.data.images import decoded, digest_of, size_of
 from ratchet.rlhf.errors import UserError, in_one_line
 from ratchet.rlhf.models.families import VISION
@@ -21,6 +23,7 @@ from ratchet.rlhf.models.hf_configs import model_config
 from ratchet.rlhf.models.model_folders import model_folder
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -90,6 +93,30 @@ class ImageProcessor:
         return [
             part for token in ids for part in (self._tokens(next(rest), where) if token == self.token_id else (token,))
         ]
+
+    def readable(self, ids: Int[np.ndarray, " tokens"], drawn: Bool[np.ndarray, " tokens"]) -> np.ndarray:
+        """Replaces the placeholders that a policy drew: those that are left belong to images."""
+        return np.where(drawn & (ids == self.token_id), self.stand_in, ids)
+
+    def collapsed(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
+        """Undoes `expanded`: replaces the tokens of the images by a placeholder for each.
+
+        Args:
+            ids: as `readable` returns them.
+            images: the encoded images whose tokens they have, in order.
+        """
+        rest = [self._tokens(image, "a prompt") for image in images][::-1]
+        short, place = list[int](), 0
+        while place < len(ids):
+            tokens = rest[-1] if rest else ()
+            if tokens and ids[place] == tokens[0] and tuple(ids[place : place + len(tokens)]) == tokens:
+                short.append(self.token_id)
+                place += len(rest.pop())
+            else:
+                short.append(ids[place])
+                place += 1
+        assert not rest, "each image has its tokens"
+        return short
 
     def _tokens(self, image: bytes, where: str) -> tuple[int, ...]:
         """Returns the tokens of an image. They depend on its size only, so few images are processed for them."""

@@ -58,8 +58,8 @@ class Vision:
         return [self._processor.stored(digest, self._read) for digest in digests]
 
     def readable(self, ids: Int[np.ndarray, " tokens"], drawn: Bool[np.ndarray, " tokens"]) -> np.ndarray:
-        """Replaces the placeholders that a policy drew."""
-        return np.where(drawn & (ids == self._processor.token_id), self._processor.stand_in, ids)
+        """Replaces the placeholders that a policy drew; see `ImageProcessor.readable`."""
+        return self._processor.readable(ids, drawn)
 
     def next_tokens(self, drawn: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
         """Replaces the placeholders among tokens that a policy has just drawn."""
