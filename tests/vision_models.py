@@ -60,7 +60,10 @@ def _template(image: str) -> str:
 
 
 def _qwen(kind: str, special: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    text = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}}
+    axes: dict[str, Any] = {"mrope_section": [4, 6, 6]}
+    if "qwen3" in kind:
+        axes = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text = TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **axes}}
     ids = {f"{name}_token_id": special.index(f"<|{token}|>") for name, token in _QWEN_TOKENS.items()}
     tower: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 14}
     if kind == "qwen2_vl":
@@ -72,7 +75,7 @@ def _qwen(kind: str, special: Sequence[str]) -> tuple[dict[str, Any], dict[str, 
     if "qwen3" in kind:
         text |= {"head_dim": 32}
     if kind == "qwen3_vl_moe":
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     processor = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}}
     return {"text_config": text, "vision_config": tower, **ids}, processor, "Qwen2VLImageProcessorPil"
 

@@ -113,9 +113,11 @@ def decoded(data: bytes, where: str) -> Image:
     """Decodes an image in RGB. Raises ImageError if it cannot be decoded, or has more than `MAX_PIXELS`."""
     with _opened(data, where) as image:
         try:
-            return image.convert("RGB")
+            picture = image.convert("RGB")
         except Exception as error:
             raise _broken(where, error) from None
+    picture.info = {}  # vLLM would turn a picture as its metadata asks
+    return picture
 
 
 def as_decoded(data: bytes, where: str) -> bytes:
