@@ -22,6 +22,7 @@ from ratchet.rlhf.models.hf_configs import (
     check_architecture,
     check_unquantized,
     longest_sequence,
+    model_config,
     text_config,
 )
 from ratchet.rlhf.models.image_processor import sees_images
