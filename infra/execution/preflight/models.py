@@ -127,8 +127,6 @@ def _blindness(config: RunConfig) -> str | None:
         return f"rollout.engine.api {engine.api} is not given any: set rollout.engine.api: vllm, or rollout.engine: hf"
     if kind not in VLLM_VISION:
         return f"vLLM {VLLM_VERSION} cannot load the weights of {kind} as they are trained: set rollout.engine: hf"
-    if isinstance(engine, VLLMConfig) and config.model.lora is not None:
-        return "vLLM is given no adapters of such a model: remove model.lora, or set rollout.engine: hf"
     # workers in pools may have other packages than this machine
     lacks = config.pool_of("rollout") is None and not is_installed("torchvision")
     if isinstance(engine, VLLMConfig) and kind not in WITHOUT_TORCHVISION and lacks:
