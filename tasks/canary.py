@@ -185,7 +185,7 @@ def _texts(driver: Driver) -> tuple[tuple[int, ...], ...]:
     dataset = resources.dataset(data.train)
     texts: dict[tuple[int, ...], None] = {}
     ids: list[int] = []
-    processor = state_of(resources.tokenizer).images
+    images = state_of(resources.tokenizer).images
     for cursor in range(TEXTS * TOKENS):
         [row] = dataset.draw(driver.config.run.seed, cursor, 1)
         _, prompt = encode(
@@ -195,8 +195,7 @@ def _texts(driver: Driver) -> tuple[tuple[int, ...], ...]:
             truncation=data.truncation,
             system_prompt=data.system_prompt,
         )
-        # an engine would look for the image of a placeholder
-        ids += prompt if processor is None else [token for token in prompt if token != processor.token_id]
+        ids += prompt if images is None else images.left_out(prompt)
         if len(ids) >= length:
             texts[tuple(ids[:length])] = None
             ids = []

@@ -94,6 +94,10 @@ class ImageProcessor:
             part for token in ids for part in (self._tokens(next(rest), where) if token == self.token_id else (token,))
         ]
 
+    def left_out(self, ids: Sequence[int]) -> list[int]:
+        """Removes the placeholders; see `ImageTokens`."""
+        return [token for token in ids if token != self.token_id]
+
     def readable(self, ids: Int[np.ndarray, " tokens"], drawn: Bool[np.ndarray, " tokens"]) -> np.ndarray:
         """Replaces the placeholders that a policy drew: those that are left belong to images."""
         return np.where(drawn & (ids == self.token_id), self.stand_in, ids)

@@ -67,9 +67,7 @@ def check_read(ids: Sequence[int], read: Sequence[int], engine: str) -> None:
     """
     if list(read) == list(ids):
         return
-    where = next((place for place, pair in enumerate(zip(ids, read, strict=False)) if pair[0] != pair[1]), None)
     raise UserError(
-        f"{engine} reads a prompt with images as {len(read)} tokens, and the trainer as {len(ids)}, which differ from "
-        f"number {min(len(ids), len(read)) if where is None else where} on: let it load the same files of the processor "
-        "and the tokenizer, without arguments for the processor, or set rollout.engine: hf"
+        f"{engine} reads a prompt with images as {len(read)} tokens, and the trainer as {len(ids)} other ones: let it load "
+        "the same files of the processor and the tokenizer, or set rollout.engine: hf"
     )

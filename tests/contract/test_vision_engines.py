@@ -5,7 +5,7 @@ They read what the trainer reads, so that log-probs agree with its own, and take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from io import BytesIO
@@ -24,7 +24,7 @@ from ratchet.rlhf.models.families import VLLM_CLOSE
 from ratchet.rlhf.models.loading import load_actor
 from ratchet.rlhf.models.tokenizers import image_processor
 from ratchet.rlhf.models.vision import vision_of
-from ratchet.rlhf.rollout.engine import Generation, Request, RolloutEngine, Sampling
+from ratchet.rlhf.rollout.engine import Request, RolloutEngine, Sampling
 from ratchet.rlhf.rollout.sent_prompts import drawn
 from ratchet.rlhf.rollout.server_engine import ServerRollout
 from ratchet.rlhf.rollout.vllm_engine import VLLMRollout
@@ -73,14 +73,14 @@ def server_rollout(model: ModelConfig) -> RolloutEngine:
 
 
 @pytest.fixture(params=[vllm_rollout, server_rollout], ids=["vllm", "server"])
-def rollout(request: pytest.FixtureRequest, model: ModelConfig) -> Iterator[RolloutEngine]:
+def rollout(request: pytest.FixtureRequest, model: ModelConfig) -> RolloutEngine:
     """An engine with the model's first weights."""
     built: RolloutEngine = request.param(model)
     if built in STARTED:
         built.load_weights(engine(model).weights())
     else:
         STARTED.append(built)
-    yield built
+    return built
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,7 +140,9 @@ def test_pixels_are_those_that_the_trainer_decodes(rollout: RolloutEngine, model
                 "images": [[f"own {number}"]],
             }
         )
-        trainer = TorchEngine(load_actor(model), "policy", vision=vision_of(model, {f"own {number}": image}.__getitem__))
+        trainer = TorchEngine(
+            load_actor(model), "policy", vision=vision_of(model, {f"own {number}": image}.__getitem__)
+        )
         np.testing.assert_allclose(answer.log_probs, computed(trainer, batch), rtol=0, atol=VLLM_CLOSE)
 
 
@@ -168,7 +170,9 @@ def test_a_placeholder_that_the_policy_drew_is_no_image(rollout: RolloutEngine, 
     """It ends the response; if the trajectory continues, the model reads what the trainer does."""
     seen = image_processor(model)
     assert seen is not None
-    many = [replace(one, trajectory_id=f"{number}{one.trajectory_id}") for number in range(30) for one in requests(model)]
+    many = [
+        replace(one, trajectory_id=f"{number}{one.trajectory_id}") for number in range(30) for one in requests(model)
+    ]
     answers = rollout.generate(many, replace(SAMPLING, temperature=2.0, ignore_eos=True))
     ended = [answer for answer in answers if seen.token_id in answer.response_ids]
     assert ended
@@ -187,9 +191,7 @@ def test_a_placeholder_that_the_policy_drew_is_no_image(rollout: RolloutEngine, 
 
 
 @needs("vllm")
-def test_other_tokens_than_the_trainers_are_refused(
-    rollout: RolloutEngine, model: ModelConfig, tmp_path: Path
-) -> None:
+def test_other_tokens_than_the_trainers_are_refused(rollout: RolloutEngine, model: ModelConfig, tmp_path: Path) -> None:
     asked = requests(model)[0]
     seen = image_processor(model)
     assert seen is not None
@@ -200,7 +202,9 @@ def test_other_tokens_than_the_trainers_are_refused(
     sizes = dict(seen._tokens_of)
     seen._tokens_of = dict.fromkeys(sizes, shorter)
     try:
-        with pytest.raises(UserError, match="reads a prompt with images as .* tokens, and the trainer as .*: let it load"):
+        with pytest.raises(
+            UserError, match=r"reads a prompt with images as .* tokens, and the trainer as .* other ones: let it load"
+        ):
             rollout.generate([other], SAMPLING)
     finally:
         seen._tokens_of = sizes
