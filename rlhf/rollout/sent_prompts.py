@@ -68,6 +68,6 @@ def check_read(ids: Sequence[int], read: Sequence[int], engine: str) -> None:
     if list(read) == list(ids):
         return
     raise UserError(
-        f"{engine} reads a prompt with images as {len(read)} tokens, and the trainer as {len(ids)} other ones: let it load "
-        "the same files of the processor and the tokenizer, or set rollout.engine: hf"
+        f"{engine} reads a prompt with images as {len(read)} tokens, and the trainer as {len(ids)} other ones: let it "
+        "load the same files of the processor and the tokenizer, or set rollout.engine: hf"
     )
