@@ -167,21 +167,16 @@ class VLLMApi:
         urls = [f"data:image/png;base64,{b64encode(as_decoded(image, 'an image')).decode()}" for image in prompt.images]
         parts = [{"type": "image_url", "url": url} for url in urls]
         body = {**body, "token_ids": prompt.short_ids, "content_parts": parts}
-        try:
-            async with aclosing(ask.events("/inference/v1/generate", body)) as events:
-                async for event in events:
-                    if "error" in event:
-                        raise Away(f"{ask.url}/inference/v1/generate failed: {event['error']}")
-                    if (read := event.get("prompt_token_ids")) is not None:
-                        check_read(prompt.ids, read, ask.url)
-                    [choice] = event["choices"]
-                    reason = {None: None, "stop": "stop"}.get(choice["finish_reason"], "length")
-                    drawn = choice["logprobs"]["content"] if choice["logprobs"] else ()
-                    yield Chunk(tuple(choice["token_ids"]), tuple(token["logprob"] for token in drawn), reason)
-        except UserError as error:
-            if "answered 404" not in str(error):
-                raise
-            raise UserError(f"{ask.url} takes no images: start `vllm serve` with --enable-scale-out") from None
+        async with aclosing(ask.events("/inference/v1/generate", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    raise Away(f"{ask.url}/inference/v1/generate failed: {event['error']}")
+                if (read := event.get("prompt_token_ids")) is not None:
+                    check_read(prompt.ids, read, ask.url)
+                [choice] = event["choices"]
+                reason = {None: None, "stop": "stop"}.get(choice["finish_reason"], "length")
+                drawn = choice["logprobs"]["content"] if choice["logprobs"] else ()
+                yield Chunk(tuple(choice["token_ids"]), tuple(token["logprob"] for token in drawn), reason)
 
     async def log_probs_of(self, ask: Ask, text: Sequence[int]) -> list[float]:
         return [float(log_prob) for log_prob in (await self.top_tokens_of(ask, text, 1, 0)).log_probs]
@@ -214,7 +209,7 @@ class VLLMApi:
             await ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             await ask("/reset_prefix_cache", {})
             if self.images is not None:
-                await ask("/reset_encoder_cache", {})
+                await ask("/reset_encoder_cache", {})  # of images; vLLM 0.32 crashes without it
         except UserError as error:
             raise UserError(
                 f"{ask.url} cannot load new weights ({error}): start `vllm serve` with VLLM_SERVER_DEV_MODE=1, and let "
