@@ -442,10 +442,11 @@ MODELS_VISION = """
 | family | of transformers |
 |---|---|
 {rows}
-Vision-language models read images and text ([rewards.md](rewards.md#images)). They generate with `rollout.engine: hf`, and
-train with `torch` and `fsdp`, as policy, critic, reference and teacher, with adapters on the decoder. All else is refused
-by name: other engines, `sequence_parallel`, `tensor_parallel`, `kernels`, `rollout.router_replay`, agents. So are other
-families with images. `tests/contract/test_vision.py` checks, with tiny models:
+Vision-language models read images and text ([rewards.md](rewards.md#images)). They generate with `rollout.engine: hf`,
+most of them also with [vLLM and its servers](images.md#rollout-engines), and train with `torch` and `fsdp`, as policy,
+critic, reference and teacher, with adapters on the decoder. All else is refused by name: other engines,
+`sequence_parallel`, `tensor_parallel` of a trainer, `kernels`, `rollout.router_replay`, agents. So are other families with
+images. `tests/contract/test_vision.py` checks, with tiny models:
 
 - Prompts have the tokens of the family's own processor, one for each patch. Lengths, budgets and packing count them, and
   `data.truncation` never cuts a prompt with images. The processor computes with Pillow, for which

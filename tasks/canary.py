@@ -23,6 +23,7 @@ from ratchet.infra.workers.worker import Worker
 from ratchet.infra.workers.worker_groups import WorkerGroup
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.config.roles import ROLES
+from ratchet.rlhf.data.chat_turns import state_of
 from ratchet.rlhf.data.prompts import encode
 from ratchet.rlhf.errors import RatchetError
 from ratchet.rlhf.rollout.canary import DRAWN, TEXTS, TOKENS, Before, Canary, Finding, LogProbs, tolerance
@@ -184,6 +185,7 @@ def _texts(driver: Driver) -> tuple[tuple[int, ...], ...]:
     dataset = resources.dataset(data.train)
     texts: dict[tuple[int, ...], None] = {}
     ids: list[int] = []
+    images = state_of(resources.tokenizer).images
     for cursor in range(TEXTS * TOKENS):
         [row] = dataset.draw(driver.config.run.seed, cursor, 1)
         _, prompt = encode(
@@ -193,7 +195,7 @@ def _texts(driver: Driver) -> tuple[tuple[int, ...], ...]:
             truncation=data.truncation,
             system_prompt=data.system_prompt,
         )
-        ids += prompt
+        ids += prompt if images is None else images.left_out(prompt)
         if len(ids) >= length:
             texts[tuple(ids[:length])] = None
             ids = []

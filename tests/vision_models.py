@@ -38,11 +38,11 @@ OF_IMAGES = {
     "llava": "<image>",
 }
 TEXT: dict[str, Any] = {
-    "hidden_size": 48,
+    "hidden_size": 64,  # in heads of a size that vLLM computes without a GPU, as those of the towers
     "intermediate_size": 64,
     "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 512,
     "bos_token_id": None,
     "eos_token_id": 2,
@@ -60,19 +60,22 @@ def _template(image: str) -> str:
 
 
 def _qwen(kind: str, special: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    text = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+    axes: dict[str, Any] = {"mrope_section": [4, 6, 6]}
+    if "qwen3" in kind:
+        axes = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text = TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **axes}}
     ids = {f"{name}_token_id": special.index(f"<|{token}|>") for name, token in _QWEN_TOKENS.items()}
     tower: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 14}
     if kind == "qwen2_vl":
-        tower |= {"embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2}
+        tower |= {"embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2}
     else:
-        tower |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48}
+        tower |= {"hidden_size": 64, "intermediate_size": 48, "out_hidden_size": 64}
         tower |= {"fullatt_block_indexes": [1], "window_size": 56} if kind == "qwen2_5_vl" else {}
         tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64} if "qwen3" in kind else {}
     if "qwen3" in kind:
-        text |= {"head_dim": 8}
+        text |= {"head_dim": 32}
     if kind == "qwen3_vl_moe":
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     processor = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}}
     return {"text_config": text, "vision_config": tower, **ids}, processor, "Qwen2VLImageProcessorPil"
 
@@ -86,7 +89,7 @@ _QWEN_TOKENS = {
 
 
 def _idefics(kind: str, special: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    tower: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    tower: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
     tower |= {"num_attention_heads": 2}
     tower |= {"image_size": 32, "patch_size": 8}
     text = {"model_type": "llama"} | TEXT
@@ -99,7 +102,7 @@ def _idefics(kind: str, special: Sequence[str]) -> tuple[dict[str, Any], dict[st
 def _llava(kind: str, special: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
     tower: dict[str, Any] = {
         "model_type": "clip_vision_model",
-        "hidden_size": 32,
+        "hidden_size": 64,
         "intermediate_size": 48,
         "num_hidden_layers": 3,
     }

@@ -12,7 +12,7 @@ from tests.served import served
 
 def serving(folder: Path, options: Mapping[str, object] | None = None, **environment: str) -> str:
     """Starts a server of a model; returns its URL, see `served`. `options` of its command line override those of a
-    run."""
+    run; True is a flag."""
     port = free_port()
     options = {
         "logprobs-mode": "processed_logprobs",
@@ -24,7 +24,7 @@ def serving(folder: Path, options: Mapping[str, object] | None = None, **environ
         "gpu-memory-utilization": 0.1,
         **(options or {}),
     }
-    arguments = [f"--{name}={value}" for name, value in options.items()]
+    arguments = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
     log = folder.parent / f"serve-{port}.log"
     command = [
         sys.executable,

@@ -14,6 +14,7 @@ from ratchet.infra.workers.held_weights import HeldWeights
 from ratchet.infra.workers.resources import Resources
 from ratchet.infra.workers.role_engines import Engines
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.data.chat_turns import state_of
 from ratchet.rlhf.data.prompts import encode
 from ratchet.rlhf.distributed import accelerator, ranks
 from ratchet.rlhf.distributed.host_buffers import release_memory
@@ -193,6 +194,8 @@ class RolloutWeights:
             truncation=data.truncation,
             system_prompt=data.system_prompt,
         )
+        images = state_of(self._resources.tokenizer).images
+        ids = ids if images is None else images.left_out(ids)
         check_log_probs(rollout, actor, ids, Sampling.of_rollout(rollout_config, self._config.run.seed))
         self._has_compared_server = True
 

@@ -204,6 +204,10 @@ class ImageTokens(Protocol):
         """Replaces the placeholders that a policy drew."""
         ...
 
+    def left_out(self, ids: Sequence[int]) -> list[int]:
+        """Removes the placeholders: a text that is not sent with its images must have none."""
+        ...
+
 
 class TokenizerState:
     """State kept per tokenizer: its special tokens, their treatment, and the tokens around turns."""

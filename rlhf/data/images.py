@@ -143,9 +143,22 @@ def decoded(data: bytes, where: str) -> Image:
     """Decodes an image in RGB. Raises ImageError if it cannot be decoded, or has more than `MAX_PIXELS`."""
     with _opened(data, where) as image:
         try:
-            return image.convert("RGB")
+            picture = image.convert("RGB")
         except Exception as error:
             raise _broken(where, error) from None
+    picture.info = {}  # vLLM would turn a picture as its metadata asks
+    return picture
+
+
+def as_decoded(data: bytes, where: str) -> bytes:
+    """Encodes an image as a PNG that everybody decodes as `decoded` does. Raises ImageError as it does.
+
+    Others blend transparent pixels with white, or turn a photograph as its metadata asks.
+    """
+    with _opened(data, where) as image:
+        if image.format == "PNG" and image.mode == "RGB" and not image.info and not image.getexif():
+            return data
+    return _encoded(decoded(data, where))
 
 
 def _opened(data: bytes, where: str) -> Image:

@@ -49,6 +49,10 @@ NO_CRITIC = {"hy_v4": "its hidden states need a part of the language model's hea
 """Families that cannot be critics or reward models, and why."""
 VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
 """Families of vision-language models that are tested. They read images and text."""
+VLLM_VISION = ("idefics3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
+"""Those that vLLM generates with. It does not take the weights of the others as transformers names or arranges them."""
+WITHOUT_TORCHVISION = ("idefics3",)
+"""Those of them that vLLM loads where torchvision is missing; the tests generate with them."""
 VLLM_VERSION = "0.32"
 VLLM_CLOSE = 1e-3
 """Largest difference of vLLM's log-probs to the trainer's; its attention on the CPU rounds more than PyTorch's."""

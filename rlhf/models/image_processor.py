@@ -94,9 +94,33 @@ class ImageProcessor:
             part for token in ids for part in (self._tokens(next(rest), where) if token == self.token_id else (token,))
         ]
 
+    def left_out(self, ids: Sequence[int]) -> list[int]:
+        """Removes the placeholders; see `ImageTokens`."""
+        return [token for token in ids if token != self.token_id]
+
     def readable(self, ids: Int[np.ndarray, " tokens"], drawn: Bool[np.ndarray, " tokens"]) -> np.ndarray:
-        """Replaces the placeholders that a policy drew."""
+        """Replaces the placeholders that a policy drew: those that are left belong to images."""
         return np.where(drawn & (ids == self.token_id), self.stand_in, ids)
+
+    def collapsed(self, ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
+        """Undoes `expanded`: replaces the tokens of the images by a placeholder for each.
+
+        Args:
+            ids: as `readable` returns them.
+            images: the encoded images whose tokens they have, in order.
+        """
+        rest = [self._tokens(image, "a prompt") for image in images][::-1]
+        short, place = list[int](), 0
+        while place < len(ids):
+            tokens = rest[-1] if rest else ()
+            if tokens and ids[place] == tokens[0] and tuple(ids[place : place + len(tokens)]) == tokens:
+                short.append(self.token_id)
+                place += len(rest.pop())
+            else:
+                short.append(ids[place])
+                place += 1
+        assert not rest, "each image has its tokens"
+        return short
 
     def _tokens(self, image: bytes, where: str) -> tuple[int, ...]:
         """Returns the tokens of an image. They depend on its size only, so few images are processed for them."""

@@ -58,7 +58,7 @@ class Vision:
         return [self._processor.stored(digest, self._read) for digest in digests]
 
     def readable(self, ids: Int[np.ndarray, " tokens"], drawn: Bool[np.ndarray, " tokens"]) -> np.ndarray:
-        """Replaces the placeholders that a policy drew."""
+        """Replaces the placeholders that a policy drew; see `ImageProcessor.readable`."""
         return self._processor.readable(ids, drawn)
 
     def next_tokens(self, drawn: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:

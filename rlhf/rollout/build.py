@@ -11,7 +11,7 @@ from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.models import lora
 from ratchet.rlhf.models.hf_configs import generation_config
 from ratchet.rlhf.models.model_folders import model_folder
-from ratchet.rlhf.models.tokenizers import eos_token_ids, load_tokenizer
+from ratchet.rlhf.models.tokenizers import eos_token_ids, image_processor, load_tokenizer
 from ratchet.rlhf.models.vision import vision_of
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def vllm_rollout(
         quantization=vllm.quantization,
         enable_sleep_mode=config.actor.offload_when_idle and on_gpu,
         records_routes=rollout.router_replay,
+        images=image_processor(model),
         trust_remote_code=model.trust_remote_code,
         hf_overrides=model.args,
         **vllm.args,
@@ -115,4 +116,5 @@ def server_rollout(config: RunConfig, server: ServerConfig, tokenizer: PreTraine
         dtype=model.dtype,
         model_folder=model_folder(model),
         tokenizer=tokenizer,
+        images=image_processor(model),
     )

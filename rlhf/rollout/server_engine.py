@@ -10,6 +10,7 @@ import asyncio
 import random
 import secrets
 import shutil
+from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ratchet.rlhf import event_loop
+from ratchet.rlhf.data.images import as_decoded
 from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.errors import EngineLost, RatchetError, UserError
 from ratchet.rlhf.rollout.engine import (
@@ -37,6 +39,7 @@ from ratchet.rlhf.rollout.engine import (
     seed_of,
     with_answers,
 )
+from ratchet.rlhf.rollout.sent_prompts import SentPrompt, check_read, stop_tokens
 from ratchet.rlhf.rollout.server_requests import TRIES, Ask, Away, Servers, patiently
 from ratchet.rlhf.weights.weight_files import write_weights
 
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ratchet.rlhf.config.sections import Dtype
+    from ratchet.rlhf.models.image_processor import ImageProcessor
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -114,17 +118,21 @@ class GenerationApi(Protocol):
 
 
 class VLLMApi:
-    """`vllm serve` (OpenAI-compatible completions, as of 0.32)."""
+    """`vllm serve` (OpenAI-compatible completions, as of 0.32).
 
-    def __init__(self) -> None:
+    Prompts with images go to another of its interfaces, `--enable-scale-out`: completions take none.
+    """
+
+    def __init__(self, images: ImageProcessor | None = None) -> None:
+        """Takes the processor of the model's images; None: it reads text only, or the requests do."""
         self.models: dict[str, str] = {}
+        self.images = images
 
     async def stream(
         self, ask: Ask, request: Request, sampling: Sampling, seed: int | None, eos: Sequence[int]
     ) -> AsyncGenerator[Chunk, None]:
-        body = {
-            "model": await self._model(ask),
-            "prompt": list(request.prompt_ids),
+        prompt = SentPrompt.of(request, self.images)
+        parameters = {
             **sampling.parameters,
             "max_tokens": limit_of(request, sampling),
             "seed": seed,
@@ -133,14 +141,18 @@ class VLLMApi:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "logprobs": 0,  # only the sampled token's
-            "return_token_ids": True,
             "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
-            "stop_token_ids": [] if sampling.ignore_eos else list(eos),
+            "stop_token_ids": stop_tokens(self.images, sampling, eos),
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
-            "stream": True,
-            "stream_interval": STREAM_INTERVAL,
         }
+        common = {"model": await self._model(ask), "return_token_ids": True, "stream": True}
+        if prompt.images:
+            async with aclosing(self._seeing(ask, prompt, common | {"sampling_params": parameters})) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        body = {**common, **parameters, "prompt": prompt.ids, "stream_interval": STREAM_INTERVAL}
         async with aclosing(ask.events("/v1/completions", body)) as events:
             async for event in events:
                 if "error" in event:
@@ -149,6 +161,22 @@ class VLLMApi:
                 reason = {None: None, "stop": "stop"}.get(choice["finish_reason"], "length")
                 log_probs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else ()
                 yield Chunk(tuple(choice["token_ids"]), tuple(log_probs), reason)
+
+    async def _seeing(self, ask: Ask, prompt: SentPrompt, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
+        """Generates the response to a prompt with images."""
+        urls = [f"data:image/png;base64,{b64encode(as_decoded(image, 'an image')).decode()}" for image in prompt.images]
+        parts = [{"type": "image_url", "url": url} for url in urls]
+        body = {**body, "token_ids": prompt.short_ids, "content_parts": parts}
+        async with aclosing(ask.events("/inference/v1/generate", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    raise Away(f"{ask.url}/inference/v1/generate failed: {event['error']}")
+                if (read := event.get("prompt_token_ids")) is not None:
+                    check_read(prompt.ids, read, ask.url)
+                [choice] = event["choices"]
+                reason = {None: None, "stop": "stop"}.get(choice["finish_reason"], "length")
+                drawn = choice["logprobs"]["content"] if choice["logprobs"] else ()
+                yield Chunk(tuple(choice["token_ids"]), tuple(token["logprob"] for token in drawn), reason)
 
     async def log_probs_of(self, ask: Ask, text: Sequence[int]) -> list[float]:
         return [float(log_prob) for log_prob in (await self.top_tokens_of(ask, text, 1, 0)).log_probs]
@@ -180,6 +208,8 @@ class VLLMApi:
         try:
             await ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             await ask("/reset_prefix_cache", {})
+            if self.images is not None:
+                await ask("/reset_encoder_cache", {})  # of images; vLLM 0.32 crashes without it
         except UserError as error:
             raise UserError(
                 f"{ask.url} cannot load new weights ({error}): start `vllm serve` with VLLM_SERVER_DEV_MODE=1, and let "
@@ -337,10 +367,10 @@ class TGIApi:
         raise UserError(f"{ask.url} (rollout.engine.api tgi) cannot load new weights: use it for evaluation only")
 
 
-APIS: dict[str, Callable[[PreTrainedTokenizerBase | None], GenerationApi]] = {
-    "vllm": lambda _: VLLMApi(),
-    "sglang": lambda _: SGLangApi(),
-    "tgi": TGIApi,
+APIS: dict[str, Callable[[PreTrainedTokenizerBase | None, ImageProcessor | None], GenerationApi]] = {
+    "vllm": lambda _, images: VLLMApi(images),
+    "sglang": lambda *_: SGLangApi(),
+    "tgi": lambda tokenizer, _: TGIApi(tokenizer),
 }
 
 
@@ -358,6 +388,7 @@ class ServerRollout(RolloutEngine):
         dtype: Dtype = "float32",
         model_folder: Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         """Connects to the servers at the base URLs `urls`; sends no request yet.
 
@@ -368,8 +399,9 @@ class ServerRollout(RolloutEngine):
             dtype: type in which new weights are broadcast.
             model_folder: folder with the model's config, which some servers need next to new weights.
             tokenizer: only needed for `tgi`, which takes prompts as text.
+            images: processor of the model's images, which only `vllm` takes; None: the model reads text only.
         """
-        self.api = APIS[api](tokenizer)
+        self.api = APIS[api](tokenizer, images)
         self.eos, self.weights_folder, self.model_folder = eos_token_ids, weights_folder, model_folder
         self.dtype: Dtype = dtype
         self._servers = Servers(urls, timeout_s)

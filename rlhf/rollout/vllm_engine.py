@@ -47,12 +47,15 @@ from ratchet.rlhf.rollout.engine import (
     seed_of,
     with_answers,
 )
+from ratchet.rlhf.rollout.sent_prompts import SentPrompt, stop_tokens
 from ratchet.rlhf.rollout.vllm_process import VLLM, NewTokens, Submission
 from ratchet.rlhf.weights.buckets import DeviceMemory, Packed, SharedMemory, send
 from ratchet.rlhf.weights.weight_files import write_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ratchet.rlhf.models.image_processor import ImageProcessor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,7 +101,7 @@ class VLLMProcess:
         self.lost: EngineLost | None = None
         self.lost_at_work = False
         """True if it was lost while a caller waited for it, who was then told."""
-        self.requests: dict[int, asyncio.Queue[Chunk | EngineLost]] = {}
+        self.requests: dict[int, asyncio.Queue[Chunk | EngineLost | UserError]] = {}
         """The chunks of each running request, by number. Only the event loop's thread uses it."""
         self._timeout_s = timeout_s
         self._answers = SimpleQueue[tuple[bool, Any]]()
@@ -189,6 +192,8 @@ class VLLMProcess:
                 self._last = time.monotonic()
                 if kind == "tokens":
                     event_loop.loop().call_soon_threadsafe(self._deliver, content[0])
+                elif kind == "mistake":
+                    event_loop.loop().call_soon_threadsafe(self._refuse, *content)
                 elif content[0]:
                     self._answers.put((True, content[1]))
                 else:
@@ -214,6 +219,10 @@ class VLLMProcess:
             chunks = self.requests.get(number) if reason is None else self.requests.pop(number, None)
             if chunks is not None:  # else it was cancelled
                 chunks.put_nowait(Chunk(tuple(ids), tuple(log_probs), reason, routes))
+
+    def _refuse(self, number: int, reason: str) -> None:
+        if (chunks := self.requests.pop(number, None)) is not None:
+            chunks.put_nowait(UserError(reason))
 
     def _fail(self, error: EngineLost) -> None:
         for chunks in self.requests.values():
@@ -264,6 +273,7 @@ class VLLMRollout(RolloutEngine):
         tensor_parallel: int = 1,
         devices: tuple[str, ...] = (),
         records_routes: bool = False,
+        images: ImageProcessor | None = None,
         **options: Any,
     ) -> None:
         """Prepares the options; the first call starts vLLM.
@@ -274,12 +284,14 @@ class VLLMRollout(RolloutEngine):
             deterministic: make a response independent of the requests in its batch; only on a GPU.
             devices: the GPUs that vLLM uses, by number or UUID; empty: those that this process sees.
             records_routes: chunks have the experts that a mixture of experts chose.
+            images: processor of the model's images; None: it reads text only.
             options: more arguments of vLLM's `EngineArgs`.
         """
         self.eos, self.timeout_s = eos_token_ids, timeout_s
         self.on_gpu, self.cpu_cache_gib, self.deterministic = on_gpu, cpu_cache_gib, deterministic
         self.tensor_parallel, self.devices = tensor_parallel, devices
         self.records_routes = records_routes
+        self.images = images
         self.dtype: torch.dtype = getattr(torch, dtype)
         # vLLM's `ipc` works within one GPU
         self.transfers_on_device = on_gpu and tensor_parallel == 1
@@ -309,6 +321,8 @@ class VLLMRollout(RolloutEngine):
             **({} if on_gpu else {"enable_chunked_prefill": False}),
             "weight_transfer_config": {"backend": "ipc" if self.transfers_on_device else HOST_MEMORY},
             "worker_extension_cls": "ratchet.rlhf.rollout.vllm_weights.Extension",
+            # no policy is shown videos: their processor may be missing, and their size is measured at the start
+            **({} if images is None else {"limit_mm_per_prompt": {"video": 0}}),
             # only the newest adapter is ever used
             **({} if lora_rank is None else {"enable_lora": True, "max_lora_rank": lora_rank, "max_loras": 1}),
             **({"enable_return_routed_experts": True} if records_routes else {}),
@@ -318,18 +332,19 @@ class VLLMRollout(RolloutEngine):
         atexit.register(self.close)
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        prompt = SentPrompt.of(request, self.images)
         # starting vLLM takes long, and must not block the event loop
         is_there = self._child is not None and self._child.lost is None
         child = self._running() if is_there else await asyncio.to_thread(self._running)
-        number, chunks = next(self._numbers), asyncio.Queue[Chunk | EngineLost]()
+        number, chunks = next(self._numbers), asyncio.Queue[Chunk | EngineLost | UserError]()
         child.requests[number] = chunks
         if not self._submitted:  # sent together with all requests of this turn of the event loop
             asyncio.get_running_loop().call_soon(self._submit)
-        self._submitted.append((number, list(request.prompt_ids), self._parameters(request, sampling), self._adapter))
+        self._submitted.append((number, prompt, self._parameters(request, sampling), self._adapter))
         try:
             while True:
                 chunk = await chunks.get()
-                if isinstance(chunk, EngineLost):
+                if not isinstance(chunk, Chunk):
                     raise chunk
                 yield chunk
                 if chunk.finish_reason is not None:
@@ -415,7 +430,7 @@ class VLLMRollout(RolloutEngine):
             "seed": seed,
             "logprobs": 0,  # only the sampled token's
             "ignore_eos": True,  # stop_token_ids has all end-of-sequence tokens
-            "stop_token_ids": [] if sampling.ignore_eos else list(self.eos),
+            "stop_token_ids": stop_tokens(self.images, sampling, self.eos),
             "include_stop_str_in_output": True,
             "detokenize": bool(sampling.stop),
             "skip_special_tokens": False,

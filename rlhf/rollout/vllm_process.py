@@ -17,8 +17,12 @@ from typing import Any
 
 import numpy as np
 
-Submission = tuple[int, list[int], dict[str, Any], "tuple[int, Path] | None"]
-"""Request number, prompt ids, arguments of vLLM's `SamplingParams`, and number and folder of the LoRA adapter."""
+from ratchet.rlhf.data.images import decoded
+from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.rollout.sent_prompts import SentPrompt, check_read
+
+Submission = tuple[int, "SentPrompt", dict[str, Any], "tuple[int, Path] | None"]
+"""Request number, prompt, arguments of vLLM's `SamplingParams`, and number and folder of the LoRA adapter."""
 NewTokens = tuple[int, list[int], list[float], "str | None", "np.ndarray | None"]
 """Number of the request, its new tokens, their log-probs in nats, the finish reason (None: it is incomplete), and
 `Chunk.routes`."""
@@ -31,8 +35,8 @@ def main() -> None:
     """Serves the parent until the pipe closes.
 
     The parent sends `("submit", submissions)`, `("cancel", numbers)`, and `("call", method, arguments)`, with a method
-    of `VLLM`. It receives `("tokens", new_tokens)`, `("answer", succeeded, result)`, and at the start `("refused",
-    False, reasons)` if vLLM refuses its options.
+    of `VLLM`. It receives `("tokens", new_tokens)`, `("mistake", number, reason)` for a request that cannot be right,
+    `("answer", succeeded, result)`, and at the start `("refused", False, reasons)` if vLLM refuses its options.
     """
     # vLLM's worker processes join this process's group, which is killed as a whole. The tracker that then removes their
     # shared memory is not a member
@@ -69,7 +73,10 @@ def _serve(pipe: Connection, engine: VLLM) -> None:
             kind, *content = pipe.recv()
             if kind == "submit":
                 for submission in content[0]:
-                    engine.submit(submission)
+                    try:
+                        engine.submit(submission)
+                    except UserError as error:
+                        pipe.send(("mistake", submission[0], str(error)))
             elif kind == "cancel":
                 engine.cancel(content[0])
             else:
@@ -110,6 +117,8 @@ class VLLM:
         from vllm import LLM, SamplingParams, TokensPrompt
 
         self.llm = LLM(**options)
+        if options.get("limit_mm_per_prompt"):
+            self._process_with_pillow(options["model"])
         self._takes_adapters = bool(options.get("enable_lora"))
         self._layers: list[int] | None = None
         """The layers whose experts requests return; None: they return none."""
@@ -130,17 +139,37 @@ class VLLM:
         """True if a request is running."""
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
-    def submit(self, submission: Submission) -> None:
-        """Adds a request to the running ones."""
-        from vllm import SamplingParams
+    def _process_with_pillow(self, folder: str) -> None:
+        """Makes vLLM process images as the trainer does: torchvision, where it is installed, rounds differently."""
+        from transformers import AutoImageProcessor
+
+        processor = self.llm.llm_engine.renderer.get_mm_processor().info.get_hf_processor()
+        processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+    def _input(self, prompt: SentPrompt) -> Any:
+        """Returns a prompt as the engine takes it. Raises UserError if it reads another one than the trainer."""
+        from vllm import TokensPrompt
         from vllm.inputs import tokens_input
+
+        if not prompt.images:
+            return tokens_input(prompt.ids)
+        pictures = [decoded(image, "an image") for image in prompt.images]
+        [made] = self.llm.llm_engine.renderer.render_cmpl(
+            [TokensPrompt(prompt_token_ids=prompt.short_ids, multi_modal_data={"image": pictures})]
+        )
+        check_read(prompt.ids, made["prompt_token_ids"], "vLLM")
+        return made
+
+    def submit(self, submission: Submission) -> None:
+        """Adds a request to the running ones. Raises UserError if vLLM reads its images differently."""
+        from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         number, prompt, parameters, adapter = submission
         own_id = self.llm.llm_engine.add_request(
             str(number),
-            tokens_input(prompt),
+            self._input(prompt),
             SamplingParams(**parameters, output_kind=RequestOutputKind.DELTA),
             lora_request=None if adapter is None else LoRARequest(str(adapter[0]), adapter[0], str(adapter[1])),
         )
@@ -243,6 +272,7 @@ class VLLM:
         """Switches to the new weights, and clears the prefix cache."""
         self.llm.collective_rpc("finish_weight_update")
         assert self.llm.reset_prefix_cache(), "a request is running: what old weights computed would be used again"
+        self.llm.llm_engine.reset_encoder_cache()  # of images
 
     def forget_adapter(self, adapter: int | None) -> None:
         """Removes an old adapter, by number, and clears the prefix cache; the next request names the new adapter."""

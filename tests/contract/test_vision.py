@@ -162,6 +162,19 @@ def test_prompts_have_the_tokens_of_the_familys_processor(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("kind", VISION)
+def test_collapsing_undoes_expanding(tmp_path: Path, kind: str) -> None:
+    seen = image_processor(tiny_vision_model(tmp_path, kind))
+    assert seen is not None
+    images = list(PICTURES.values())
+    short = [20, seen.token_id, seen.token_id, 21, seen.token_id]  # images may follow each other
+    expanded = seen.expanded(short, images, "here")
+    assert len(expanded) > len(short) + 6
+    ids = np.array([*expanded, 22, seen.token_id, 23])
+    drawn = np.arange(len(ids)) >= len(expanded)
+    assert seen.collapsed(seen.readable(ids, drawn).tolist(), images) == [*short, 22, seen.stand_in, 23]
+
+
+@pytest.mark.parametrize("kind", VISION)
 def test_the_tokens_of_an_image_depend_on_its_size_only(tmp_path: Path, kind: str) -> None:
     model = tiny_vision_model(tmp_path, kind)
     seen = image_processor(model)

@@ -15,12 +15,18 @@ from ratchet.infra.runs.run import open_run
 from ratchet.rlhf.config import ModelConfig, RunConfig
 from ratchet.rlhf.data.images import digest_of
 from ratchet.rlhf.data.prompts import PromptDataset
+from ratchet.rlhf.models.families import VLLM_CLOSE
 from ratchet.rlhf.models.image_processor import ImageProcessor
 from ratchet.rlhf.models.tokenizers import load_tokenizer
 from tests import tiny
+from tests.extras import needs
+from tests.history import History
+from tests.integration.test_vllm_run import gap
 from tests.processes import Processes
+from tests.served import end_servers
 from tests.vision_models import picture, tiny_vision_model
 from tests.vision_partners import SHOWN
+from tests.vllm_server import serving
 
 PICTURES = [picture(number, 60 + 8 * number, 70) for number in range(4)]
 
@@ -48,6 +54,29 @@ def config_of(workspace: Path, folder: Path, name: str, **changes: Any) -> RunCo
         "train__iterations": 1,
     }
     return tiny.config(workspace, run__name=name, **settings | changes)
+
+
+@needs("vllm")
+@pytest.mark.parametrize("where", ["vllm", "server"])
+def test_a_run_generates_with_vllm(workspace: Path, processes: Processes, where: str) -> None:
+    """What vLLM sees is what is trained, after each update, also of the tower."""
+    folder = processes.folder
+    tiny_vision_model(folder / "model", "idefics3")
+    prompts(folder)
+    engine: dict[str, Any] = {"type": "vllm", "max_model_len": 256}
+    if where == "server":
+        options = {"enable-scale-out": True, "mm-processor-kwargs": '{"backend": "pil"}'}
+        url = serving(folder / "model", options)
+        engine = {"type": "server", "urls": [url], "weights_folder": str(folder / "weights")}
+    changes = {"model__freeze_vision": False, "actor__lr": 1e-2, "train__iterations": 3, "rollout__engine": engine}
+    run = config_of(workspace, folder, where, **changes)
+    child = processes.train(run)
+    assert child.wait() == 0, child.text
+    history = History.of(run)
+    history.check_sound()
+    gaps = gap(history)
+    assert len(gaps) == 3 and max(gaps.values()) < VLLM_CLOSE, gaps
+    end_servers()
 
 
 @pytest.mark.promise

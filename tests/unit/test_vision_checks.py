@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 from ratchet.infra.execution.preflight.models import check_models
 from ratchet.rlhf.config import RunConfig
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.families import VISION, VLLM_VISION, WITHOUT_TORCHVISION
 from tests import tiny
 from tests.vision_models import tiny_vision_model
+
+SERVER = {"type": "server", "urls": ["http://127.0.0.1:1"]}
 
 
 def config(folder: Path, **sections: Any) -> RunConfig:
@@ -37,8 +41,8 @@ def test_hf_with_torch_or_fsdp_sees(tmp_path: Path) -> None:
     ("sections", "message"),
     [
         (
-            {"rollout": {"engine": {"type": "server", "urls": ["http://127.0.0.1:1"]}}},
-            "rollout.engine server is not given any: set rollout.engine: hf",
+            {"rollout": {"engine": {"type": "server", "urls": ["http://127.0.0.1:1"], "api": "sglang"}}},
+            "rollout.engine.api sglang is not given any: set rollout.engine.api: vllm, or rollout.engine: hf",
         ),
         ({"actor": {"engine": "deepspeed"}}, "actor.engine cannot split or compute: set actor.engine to torch or fsdp"),
         ({"model": {"kernels": "compile"}}, "model.kernels compile does not know: set model.kernels: torch"),
@@ -49,6 +53,21 @@ def test_others_are_refused_by_name(tmp_path: Path, sections: dict[str, Any], me
     with pytest.raises(UserError, match=message) as refused:
         check_models(config(tmp_path, **sections))
     assert f"model.path {tmp_path / 'model'} sees images" in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", VISION)
+@pytest.mark.parametrize("engine", ["vllm", SERVER], ids=["vllm", "server"])
+def test_families_that_vllm_cannot_load_are_refused(tmp_path: Path, kind: str, engine: Any) -> None:
+    tiny_vision_model(tmp_path / "model", kind)
+    wanted = config(tmp_path, rollout={"engine": engine})
+    if kind not in VLLM_VISION:
+        with pytest.raises(UserError, match=f"cannot load the weights of {kind} as they are trained: set rollout.eng"):
+            check_models(wanted)
+    elif engine == "vllm" and kind not in WITHOUT_TORCHVISION and find_spec("torchvision") is None:
+        with pytest.raises(UserError, match=f"reads the images of {kind} with torchvision, which is not installed"):
+            check_models(wanted)
+    else:
+        check_models(wanted)
 
 
 def test_the_reference_must_see_too(tmp_path: Path) -> None:

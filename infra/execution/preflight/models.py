@@ -11,16 +11,18 @@ from ratchet.infra.execution.preflight.packages import is_installed
 from ratchet.infra.execution.preflight.teachers import check_teachers
 from ratchet.infra.progress import note
 from ratchet.rlhf.config import ModelConfig, RunConfig
-from ratchet.rlhf.config.engines import FSDPConfig, HFConfig, MegatronConfig, TorchConfig, VLLMConfig
+from ratchet.rlhf.config.engines import FSDPConfig, HFConfig, MegatronConfig, ServerConfig, TorchConfig, VLLMConfig
 from ratchet.rlhf.config.roles import ROLES, is_critic
 from ratchet.rlhf.distributed import accelerator
 from ratchet.rlhf.errors import UserError
+from ratchet.rlhf.models.families import VLLM_VERSION, VLLM_VISION, WITHOUT_TORCHVISION
 from ratchet.rlhf.models.hf_configs import (
     attention_heads,
     attention_of,
     check_architecture,
     check_unquantized,
     longest_sequence,
+    model_config,
     text_config,
 )
 from ratchet.rlhf.models.image_processor import sees_images
@@ -93,8 +95,8 @@ def _check_vision(config: RunConfig) -> None:
     if not sees_images(config.model):
         return
     named, rollout, mistakes = f"model.path {config.model.path} sees images", config.rollout, list[str]()
-    if not isinstance(rollout.engine, HFConfig):
-        mistakes.append(f"{named}, and rollout.engine {rollout.engine.type} is not given any: set rollout.engine: hf")
+    if (reason := _blindness(config)) is not None:
+        mistakes.append(f"{named}, and {reason}")
     if rollout.router_replay:
         mistakes.append(f"{named}, which rollout.router_replay cannot follow: set rollout.router_replay: false")
     if rollout.agent is not None and rollout.agent.name == "openenv":
@@ -114,6 +116,25 @@ def _check_vision(config: RunConfig) -> None:
             if not sees_images(model):
                 mistakes.append(f"{named}, and the {role} {model.path} does not: name a model of its family")
     refuse(mistakes)
+
+
+def _blindness(config: RunConfig) -> str | None:
+    """Returns why the rollout cannot show images to the policy, and a fix; None if it can."""
+    engine, kind = config.rollout.engine, model_config(config.model).model_type
+    if isinstance(engine, HFConfig):
+        return None
+    if isinstance(engine, ServerConfig) and engine.api != "vllm":
+        return f"rollout.engine.api {engine.api} is not given any: set rollout.engine.api: vllm, or rollout.engine: hf"
+    if kind not in VLLM_VISION:
+        return f"vLLM {VLLM_VERSION} cannot load the weights of {kind} as they are trained: set rollout.engine: hf"
+    # workers in pools may have other packages than this machine
+    lacks = config.pool_of("rollout") is None and not is_installed("torchvision")
+    if isinstance(engine, VLLMConfig) and kind not in WITHOUT_TORCHVISION and lacks:
+        return (
+            f"vLLM reads the images of {kind} with torchvision, which is not installed: install the torchvision that "
+            "belongs to this torch, or set rollout.engine: hf"
+        )
+    return None
 
 
 def _check_sequence_parallel(config: RunConfig, role: str) -> None:
