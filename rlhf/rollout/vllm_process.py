@@ -117,7 +117,8 @@ class VLLM:
         from vllm import LLM, SamplingParams, TokensPrompt
 
         self.llm = LLM(**options)
-        if options.get("limit_mm_per_prompt"):
+        self._sees_images = bool(options.get("limit_mm_per_prompt"))
+        if self._sees_images:
             self._process_with_pillow(options["model"])
         self._takes_adapters = bool(options.get("enable_lora"))
         self._layers: list[int] | None = None
@@ -272,7 +273,8 @@ class VLLM:
         """Switches to the new weights, and clears the prefix cache."""
         self.llm.collective_rpc("finish_weight_update")
         assert self.llm.reset_prefix_cache(), "a request is running: what old weights computed would be used again"
-        self.llm.llm_engine.reset_encoder_cache()  # of images
+        if self._sees_images:
+            self.llm.llm_engine.reset_encoder_cache()
 
     def forget_adapter(self, adapter: int | None) -> None:
         """Removes an old adapter, by number, and clears the prefix cache; the next request names the new adapter."""

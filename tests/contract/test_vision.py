@@ -301,10 +301,15 @@ def test_images_of_observations_are_read_by_rollout_and_trainer(tmp_path: Path, 
         found = computed(engine(model, **options), TrajectoryBatch.of(columns))
         np.testing.assert_allclose(found[drawn], log_probs[drawn], rtol=0, atol=CLOSE, err_msg=layout)
     # the last turn, as an answer to a prompt that has all before it
+    seen = image_processor(model)
+    assert seen is not None
     starts = [dialogue.turn_starts[-1] for dialogue in dialogues]
     columns |= {
         "prompt_ids": [
-            [*dialogue.request.prompt_ids, *dialogue.ids[:start]]
+            [
+                *dialogue.request.prompt_ids,
+                *seen.readable(np.array(dialogue.ids[:start]), np.array(dialogue.mask[:start], dtype=bool)).tolist(),
+            ]
             for dialogue, start in zip(dialogues, starts, strict=True)
         ],
         "response_ids": [dialogue.ids[start:] for dialogue, start in zip(dialogues, starts, strict=True)],
