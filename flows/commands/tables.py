@@ -25,7 +25,6 @@ from ratchet.flows.terminal import visible
 from ratchet.infra.execution import heartbeat
 from ratchet.infra.execution.neighbours import workers
 from ratchet.infra.runs.pictures import described
-from ratchet.infra.runs.placeholders import parts_of
 from ratchet.infra.runs.query import LIMITS
 from ratchet.infra.runs.run import Run, own_answers
 from ratchet.infra.runs.sql import Statement, execute, isolated, reason
@@ -34,6 +33,7 @@ from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.timelines import COLUMNS, timeline
 from ratchet.rlhf.agents.transcripts import transcript
 from ratchet.rlhf.config import RunConfig
+from ratchet.rlhf.data.placeholders import without_patches
 from ratchet.rlhf.errors import UserError, counted, reached
 from ratchet.rlhf.schema import IMAGES, PARTS, TRAJECTORY, trajectory_of
 from ratchet.rlhf.validation import STDERR, means, sums
@@ -251,19 +251,13 @@ def show(
         for name in ("prompt", "calls"):
             if name in matching:
                 matching[name] = _folded([_text(value) for value in matching[name]], _questions(trajectories, name))
-        for name in ("prompt", "response"):
+        for name in ("prompt", "response", "turns"):
             if name in matching:
-                matching[name] = [_without_patches(_text(value)) for value in matching[name]]
+                matching[name] = [without_patches(_text(value)) for value in matching[name]]
     rows(console, matching, format, f"{run.config.run.name}, iteration {chosen}: {which}")
     if format == "table":
         for line in _left_out(run, chosen, trajectories):
             console.print(line, highlight=False, soft_wrap=True)
-
-
-def _without_patches(text: str) -> str:
-    """Folds each run of an image's tokens."""
-    parts = parts_of(text, None)
-    return "".join(f"[{counted(part.tokens, 'token')} of an image]" if part.tokens else part.text for part in parts)
 
 
 def _length(cell: object) -> int:

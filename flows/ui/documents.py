@@ -17,13 +17,13 @@ from ratchet.flows.shown_metrics import REPORT, shown_in
 from ratchet.infra.progress import note
 from ratchet.infra.runs.listing import State, state_of
 from ratchet.infra.runs.pictures import Picture
-from ratchet.infra.runs.placeholders import Fold, Part, first_images, folds_of, parts_of
 from ratchet.infra.runs.run import OnDamage, Run
 from ratchet.infra.store.log import Corrupt
 from ratchet.infra.store.records import Fork, StageCommit
 from ratchet.infra.store.run_store import VALIDATE
 from ratchet.rlhf.agents.timelines import Timeline, timeline
 from ratchet.rlhf.config import ModelConfig
+from ratchet.rlhf.data.placeholders import Fold, Part, first_images, folds_of, parts_of
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.metrics import BY_NAME, STEP, VALIDATION, stderr_of
 from ratchet.rlhf.models.tokenizers import reading_tokenizer

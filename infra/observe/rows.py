@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ratchet.infra.observe.images import with_digests
-from ratchet.infra.runs.placeholders import runs_in
 from ratchet.infra.store.run_store import CLOSE, JOURNAL, VALIDATE
 from ratchet.rlhf.batch import TrajectoryBatch
+from ratchet.rlhf.data.placeholders import runs_in
 from ratchet.rlhf.errors import UserError, counted, in_one_line
 from ratchet.rlhf.schema import IMAGES, PARTS, TRAJECTORY, branch_id
 

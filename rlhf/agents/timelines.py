@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ratchet.rlhf.agents.transcripts import Said, arguments_text, content_text
+from ratchet.rlhf.data.placeholders import without_patches
 from ratchet.rlhf.environments.tools import MalformedCall, tool_calls
-from ratchet.rlhf.schema import trajectory_of
+from ratchet.rlhf.schema import IMAGES, trajectory_of
 
 COLUMNS = (
     "turns",
@@ -21,6 +22,7 @@ COLUMNS = (
     "calls",
     "rollout_error",
     "tool_error",
+    IMAGES,
 )
 """The columns that a timeline is made of, in addition to `trajectory_id`; those that a run lacks may be missing."""
 
@@ -181,11 +183,13 @@ def _of_agent(calls: Sequence[Mapping[str, Any]], first: float) -> Iterator[Turn
 def _of_environment(row: Mapping[Any, Any]) -> Iterator[Turn]:
     said = _list(row.get("turns"))
     mask, ends = _list(row.get("response_mask")), _list(row.get("turn_ends"))
-    before = 0
+    before, sees = 0, len(_list(row.get(IMAGES))) > 0
     for number, turn in enumerate(said):
         if turn["role"] != "policy":
             continue
         answer = said[number + 1]["content"] if number + 1 < len(said) else None
+        if answer is not None and sees:
+            answer = without_patches(answer)
         place = number // 2
         tokens = None
         if place < len(ends):

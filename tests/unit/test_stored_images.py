@@ -22,7 +22,6 @@ from ratchet.infra.runs import embedded_images
 from ratchet.infra.runs.embedded_images import with_images
 from ratchet.infra.runs.forks import fork
 from ratchet.infra.runs.joined_rows import JoinedRows
-from ratchet.infra.runs.placeholders import first_images, folds_of, parts_of
 from ratchet.infra.runs.run import Run, open_run
 from ratchet.infra.runs.training_data import dataset
 from ratchet.infra.runs.vacuum import unreached, vacuum
@@ -31,6 +30,7 @@ from ratchet.infra.store.images import Images, key_of
 from ratchet.infra.store.object_store import ObjectStore
 from ratchet.infra.store.records import Journal, ShardCommit, sha256_of
 from ratchet.infra.store.run_store import RunStore, parquet_bytes
+from ratchet.rlhf.data.placeholders import first_images, folds_of, parts_of
 from ratchet.rlhf.data.selection import Kind, Selection
 from ratchet.rlhf.errors import UserError
 from tests import bare_run

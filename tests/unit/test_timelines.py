@@ -6,6 +6,7 @@ import io
 import json
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from ratchet.flows.commands.tables import _timeline_tree
@@ -82,6 +83,19 @@ def test_the_turns_of_an_environment_follow_one_another() -> None:
     [conversation] = timeline([old]).conversations
     assert [(turn.start_s, turn.model_s, turn.seconds) for turn in conversation.turns] == [(None, None, 0.0)] * 2
     assert not any(part.turns for part in timeline([{"trajectory_id": NAME, "turns": None}]).conversations)
+
+
+def test_the_tokens_of_an_image_are_counted_and_not_shown() -> None:
+    said = [("policy", "look"), ("environment", "<s> <|image_pad|> <|image_pad|> </s>"), ("policy", "red")]
+    row = {
+        "trajectory_id": NAME,
+        "turns": [{"role": role, "content": content} for role, content in said],
+        "turn_ends": [1, 6],
+        "response_mask": [1, 0, 0, 0, 0, 1],
+    }
+    for images, answer in ((np.array(["a", "b"]), "<s> [2 tokens of an image] </s>"), (None, said[1][1])):
+        [conversation] = timeline([row | {"images": images}]).conversations
+        assert conversation.turns[0].answer == answer
 
 
 def printed(told: Timeline) -> str:

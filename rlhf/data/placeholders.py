@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ratchet.rlhf.errors import counted
+
 _PATCH = r"<\|?(?:[\w-]*(?:image|img|vision_pad|patch)[\w-]*)\|?>|\[IMG\]"
 """A token for a patch, such as <|image_pad|>, <image>, <image_soft_token>, <IMG_CONTEXT> or [IMG]."""
 _BETWEEN = r"<fake_token_around_image>|<row_\d+_col_\d+>|<global-img>|\[IMG_BREAK\]"
@@ -72,6 +74,12 @@ def runs_in(text: str) -> list[PatchRun]:
         if start is not None and tokens:
             found.append(PatchRun(start, end, tokens))
     return found
+
+
+def without_patches(text: str) -> str:
+    """Replaces each run of an image's tokens by their number."""
+    parts = parts_of(text, None)
+    return "".join(f"[{counted(part.tokens, 'token')} of an image]" if part.tokens else part.text for part in parts)
 
 
 def first_images(prompt: str, response: str, images: int) -> tuple[int | None, int | None]:
