@@ -109,8 +109,7 @@ VERSIONS ?= oldest
 OTHERS = tests/contract/test_train_engines.py tests/contract/test_lora.py \
 	tests/unit/test_hub_layout.py \
 	$(if $(filter newest,$(VERSIONS)),tests/contract/test_vision.py)
-RUNS = test_train.py::test_ppo test_train.py::test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs \
-	test_deploy.py::test_each_start_can_be_a_run_of_its_own
+RUNS = test_train.py::test_ppo test_train.py::test_grpo_on_policy_has_no_critic_no_reference_and_no_old_log_probs
 test-versions: ## some of them with the oldest versions that pyproject.toml takes; VERSIONS=newest: with the newest
 	$(MAKE) build/$(VERSIONS)/installed VENV=build/$(VERSIONS) CONSTRAINTS=tests/versions/$(VERSIONS).txt
 	PATH=$(CURDIR)/build/$(VERSIONS)/bin:$$PATH $(PYTEST) -m "not slow" $(OTHERS)
