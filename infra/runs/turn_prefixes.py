@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ import pyarrow.compute as pc
 
 from ratchet.infra.runs.run import Run
 from ratchet.infra.store.images import Images
+from ratchet.rlhf.data.images import data_url
 from ratchet.rlhf.data.prompts import original, stored_chat, structures
 from ratchet.rlhf.environments.dialogues import CONTINUED
 from ratchet.rlhf.errors import UserError
@@ -88,13 +88,12 @@ def _asked(run: Run, messages: str, is_text: bool) -> dict[str, Any]:
         return {"prompt": prompt}
     if not isinstance(prompt, str):
         prompt = [{name: value for name, value in message.items() if name != "images"} for message in prompt]
-    return {"prompt": prompt, "images": [f"data:image/png;base64,{data}" for data in _encoded(run, digests)]}
+    return {"prompt": prompt, "images": _data_urls(run, digests)}
 
 
-def _encoded(run: Run, digests: Iterable[str]) -> list[str]:
-    """Returns the stored bytes of images as base64."""
+def _data_urls(run: Run, digests: Iterable[str]) -> list[str]:
     images = Images(run.store.objects)
-    return [base64.b64encode(images.get(digest)).decode() for digest in digests]
+    return [data_url(images.get(digest)) for digest in digests]
 
 
 def _rows(run: Run, row: Mapping[str, Any], turns: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -104,7 +103,7 @@ def _rows(run: Run, row: Mapping[str, Any], turns: Iterable[int]) -> Iterator[di
         end = row["turn_starts"][turn]
         prefix: dict[str, Any] = {name: (row[name] or [])[:turn] for name in CONTINUED}
         heard = (row[IMAGES] or [])[len(prompt_images(row[IMAGES], row[TURN_IMAGES])) :][: sum(prefix[TURN_IMAGES])]
-        prefix |= {"states": (row["turn_states"] or [])[:turn], "images": _encoded(run, heard)}
+        prefix |= {"states": (row["turn_states"] or [])[:turn], "images": _data_urls(run, heard)}
         yield {
             "data_source": row["data_source"],
             **_asked(run, row["messages"], row["prompt_is_text"]),

@@ -32,7 +32,7 @@ class Images:
     def put(self, data: bytes) -> str:
         """Stores the encoded bytes of an image, unless this run's folder has them, and returns their digest.
 
-        A fork copies what its ancestors have: their `vacuum` does not know the fork's rows.
+        A fork stores its own copy of an ancestor's image: the ancestor's `vacuum` does not know the fork's rows.
         """
         digest = sha256_of(data)
         key = key_of(digest)

@@ -10,7 +10,6 @@ import asyncio
 import random
 import secrets
 import shutil
-from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ratchet.rlhf import event_loop
-from ratchet.rlhf.data.images import as_decoded
+from ratchet.rlhf.data.images import as_decoded, data_url
 from ratchet.rlhf.distributed import ranks
 from ratchet.rlhf.errors import EngineLost, RatchetError, UserError
 from ratchet.rlhf.rollout.engine import (
@@ -164,8 +163,7 @@ class VLLMApi:
 
     async def _seeing(self, ask: Ask, prompt: SentPrompt, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """Generates the response to a prompt with images."""
-        urls = [f"data:image/png;base64,{b64encode(as_decoded(image, 'an image')).decode()}" for image in prompt.images]
-        parts = [{"type": "image_url", "url": url} for url in urls]
+        parts = [{"type": "image_url", "url": data_url(as_decoded(image, "an image"))} for image in prompt.images]
         body = {**body, "token_ids": prompt.short_ids, "content_parts": parts}
         async with aclosing(ask.events("/inference/v1/generate", body)) as events:
             async for event in events:

@@ -21,7 +21,7 @@ from ratchet.rlhf.data.images import decoded
 from ratchet.rlhf.errors import UserError
 from ratchet.rlhf.rollout.sent_prompts import SentPrompt, check_read
 
-Submission = tuple[int, "SentPrompt", dict[str, Any], "tuple[int, Path] | None"]
+Submission = tuple[int, SentPrompt, dict[str, Any], "tuple[int, Path] | None"]
 """Request number, prompt, arguments of vLLM's `SamplingParams`, and number and folder of the LoRA adapter."""
 NewTokens = tuple[int, list[int], list[float], "str | None", "np.ndarray | None"]
 """Number of the request, its new tokens, their log-probs in nats, the finish reason (None: it is incomplete), and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from ratchet.rlhf.config import DynamicSamplingConfig, RunConfig
 from ratchet.rlhf.config.engines import RolloutEngine
 from ratchet.rlhf.config.sections import AgentConfig, DrawingConfig, EnvironmentConfig, PromptConfig, SamplingConfig
 from ratchet.rlhf.data.formats import tools_column
+from ratchet.rlhf.data.images import of_data_url
 from ratchet.rlhf.data.prompts import Prompt, PromptDataset, encode
 from ratchet.rlhf.data.responses import response_text
 from ratchet.rlhf.environments.dialogues import CONTINUED, Beginning, Dialogue
@@ -326,7 +326,7 @@ def _continued(context: Context[C], prompts: Prompts, prompt: Prompt) -> dict[st
         )
     assert assigned is not None, "the rollout has weights"
     nothing = {"log_probs": [0.0] * count, "mask": [0] * count, "versions": [assigned.version] * count}
-    images = [base64.b64decode(image) for image in prefix.get("images", ())]
+    images = [of_data_url(url) for url in prefix.get("images", ())]
     given = {name: prefix.get(name, []) for name in ("ids", "states", *CONTINUED)}
     return given | nothing | {"images": images}
 

@@ -42,10 +42,10 @@ def test_hf_with_torch_or_fsdp_sees(tmp_path: Path) -> None:
     [
         (
             {"rollout": {"engine": {"type": "server", "urls": ["http://127.0.0.1:1"], "api": "sglang"}}},
-            "rollout.engine.api sglang is not given any: set rollout.engine.api: vllm, or rollout.engine: hf",
+            "rollout.engine.api sglang cannot be sent any: set rollout.engine.api: vllm, or rollout.engine: hf",
         ),
         ({"actor": {"engine": "deepspeed"}}, "actor.engine cannot split or compute: set actor.engine to torch or fsdp"),
-        ({"model": {"kernels": "compile"}}, "model.kernels compile does not know: set model.kernels: torch"),
+        ({"model": {"kernels": "compile"}}, "model.kernels compile cannot compute them: set model.kernels: torch"),
     ],
 )
 def test_others_are_refused_by_name(tmp_path: Path, sections: dict[str, Any], message: str) -> None:

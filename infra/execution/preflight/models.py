@@ -110,7 +110,7 @@ def _check_vision(config: RunConfig) -> None:
             )
     for key, model in config.named_models.items():
         if model.kernels != "torch":
-            mistakes.append(f"{named}, which {key}.kernels {model.kernels} does not know: set {key}.kernels: torch")
+            mistakes.append(f"{named}, and {key}.kernels {model.kernels} cannot compute them: set {key}.kernels: torch")
     for role in config.readers:
         for model in config.models_of(role).values():
             if not sees_images(model):
@@ -124,7 +124,9 @@ def _blindness(config: RunConfig) -> str | None:
     if isinstance(engine, HFConfig):
         return None
     if isinstance(engine, ServerConfig) and engine.api != "vllm":
-        return f"rollout.engine.api {engine.api} is not given any: set rollout.engine.api: vllm, or rollout.engine: hf"
+        return (
+            f"rollout.engine.api {engine.api} cannot be sent any: set rollout.engine.api: vllm, or rollout.engine: hf"
+        )
     if kind not in VLLM_VISION:
         return f"vLLM {VLLM_VERSION} cannot load the weights of {kind} as they are trained: set rollout.engine: hf"
     # workers in pools may have other packages than this machine
