@@ -108,21 +108,38 @@ def test_every_dialect_shows_the_same(path: str, tokenizer: PreTrainedTokenizerB
     assert base64_of(FIRST)[:40] not in json.dumps(conversation.whole)
 
 
-@pytest.mark.parametrize("path", SPELLED)
+BROKEN = {"data:image/png;base64,AAAA": "an image cannot be decoded", "data:image/png;base64,?": "is not base64"}
+ELSEWHERE = dict.fromkeys(("file:///etc/passwd", "https://example.com/a.png"), "send its bytes, as data:image/png;base64")
+
+
 @pytest.mark.parametrize(
-    ("url", "error"),
+    ("path", "url", "error"),
     [
-        ("data:image/png;base64,AAAA", "an image cannot be decoded"),
-        ("data:image/png;base64,?", "is not base64"),
-        ("file:///etc/passwd", "send its bytes, as data:image/png;base64"),
-        ("https://example.com/a.png", "send its bytes, as data:image/png;base64"),
+        (path, url, error)
+        for path in SPELLED
+        # blocks of `messages` have no addresses
+        for url, error in (BROKEN if path == "messages" else BROKEN | ELSEWHERE).items()
     ],
 )
 def test_what_is_no_image_is_refused(path: str, url: str, error: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    if path == "messages" and not url.startswith("data:"):
-        pytest.skip("such a block has no address")
     with pytest.raises(Refused, match=error):
         conversation_of(path, tokenizer, **SPELLED[path](url, url_of(SECOND)))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "URL"}}]}]},
+        ),
+        ("responses", {"input": [{"role": "assistant", "content": [{"type": "input_image", "image_url": "URL"}]}]}),
+    ],
+)
+def test_answers_have_no_images(path: str, body: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    shown = json.loads(json.dumps(body).replace("URL", url_of(FIRST)))
+    with pytest.raises(Refused, match="the policy answers in text, and this answer has images"):
+        conversation_of(path, tokenizer, **shown)
 
 
 def test_a_model_that_reads_texts_only_is_shown_no_image(tmp_path: Path) -> None:

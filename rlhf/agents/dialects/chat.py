@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ratchet.rlhf.agents.conversations import ChatConversation
-from ratchet.rlhf.agents.dialects.dialect import MODEL, DataUrl, Dialect, JSONObject, Strict, cannot_force, read
+from ratchet.rlhf.agents.dialects.dialect import (
+    MODEL,
+    DataUrl,
+    Dialect,
+    JSONObject,
+    Strict,
+    cannot_force,
+    images_in_answer,
+    read,
+)
 from ratchet.rlhf.agents.dialects.openai_choices import ChoiceExchange, ChoiceParameters
 from ratchet.rlhf.agents.sessions import Asked, PolicyReply
 from ratchet.rlhf.rollout.engine import Sampling
@@ -52,13 +61,19 @@ class ChatMessage(Strict):
     reasoning_content: str | None = None
 
     def as_written(self) -> JSONObject:
-        """Returns the message; LiteLLM takes the thought out of an answer's content, and gives both back."""
+        """Returns the message; LiteLLM takes the thought out of an answer's content, and gives both back.
+
+        Raises Refused if an answer has images.
+        """
         message = self.model_dump(exclude_none=True, exclude={"reasoning_content"})
-        if self.role == "assistant" and self.reasoning_content is not None:
-            parts = [] if self.content is None else [self.content] if isinstance(self.content, str) else self.content
-            content = "".join(
-                part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ImageUrlPart)
-            )
+        if self.role != "assistant":
+            return message
+        parts = self.content if isinstance(self.content, list) else []
+        texts = [part.text for part in parts if isinstance(part, TextPart)]
+        if len(texts) < len(parts):
+            raise images_in_answer("messages")
+        if self.reasoning_content is not None:
+            content = self.content if isinstance(self.content, str) else "".join(texts)
             # others give back the whole content, too
             if "</think>" not in content:
                 message["content"] = f"<think>{self.reasoning_content}</think>{content}"

@@ -210,6 +210,11 @@ def cannot_force(choice: str) -> Unsupported:
     )
 
 
+def images_in_answer(param: str) -> Refused:
+    """Returns the error for an answer of the policy, given back with images."""
+    return Refused(f"{param}: the policy answers in text, and this answer has images: leave them out", param=param)
+
+
 def event(data: JSONObject | str, name: str | None = None) -> str:
     """Formats a server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)

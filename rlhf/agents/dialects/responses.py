@@ -27,6 +27,7 @@ from ratchet.rlhf.agents.dialects.dialect import (
     cannot_force,
     event,
     function_schema,
+    images_in_answer,
     joined,
     read,
     unsupported,
@@ -195,8 +196,13 @@ class ResponsesParameters(Parameters):
                 answer.setdefault("tool_calls", []).append(call)
             elif is_policys and isinstance(item, MessageItem):
                 assert answer is not None
-                texts = [part for part in item.content if isinstance(part, TextPart)]
-                answer["content"] += item.content if isinstance(item.content, str) else _texts(texts, "")
+                if isinstance(item.content, str):
+                    answer["content"] += item.content
+                else:
+                    texts = [part for part in item.content if isinstance(part, TextPart)]
+                    if len(texts) < len(item.content):
+                        raise images_in_answer(f"input.{number}")
+                    answer["content"] += _texts(texts, "")
             else:
                 answer = None
                 if isinstance(item, ResultItem):
