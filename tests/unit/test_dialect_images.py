@@ -109,7 +109,9 @@ def test_every_dialect_shows_the_same(path: str, tokenizer: PreTrainedTokenizerB
 
 
 BROKEN = {"data:image/png;base64,AAAA": "an image cannot be decoded", "data:image/png;base64,?": "is not base64"}
-ELSEWHERE = dict.fromkeys(("file:///etc/passwd", "https://example.com/a.png"), "send its bytes, as data:image/png;base64")
+ELSEWHERE = dict.fromkeys(
+    ("file:///etc/passwd", "https://example.com/a.png"), "send its bytes, as data:image/png;base64"
+)
 
 
 @pytest.mark.parametrize(
