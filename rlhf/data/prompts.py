@@ -67,9 +67,9 @@ class Prompt:
     tools: Tools = ()
     """The functions that the policy may call, as the chat template describes them."""
     continues: str | None = None
-    """The turns of a stored trajectory with which the prompt's trajectories begin, as JSON: their tokens `ids`, and for
-    each turn `turn_starts`, `turn_ends`, `turn_rewards` and, of a durable environment, `states`. None: there are
-    none."""
+    """The turns of a stored trajectory with which the prompt's trajectories begin, as JSON: their tokens `ids`, for
+    each turn `turn_starts`, `turn_ends`, `turn_rewards`, `turn_images` and, of a durable environment, `states`, and
+    `images`, those of the environment's answers as `data:` URLs. None: there are none."""
     style: str | None = field(default=None, compare=False)
     """`reward_model.style`, if it names a reward."""
     is_text: bool = field(default=False, compare=False)
